@@ -15,7 +15,6 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 from crosskv.errors import BadInput
@@ -51,6 +50,7 @@ PLACES = (
 FOODS = (
     "apples beans bread butter cake cheese cherries eggs fish grapes honey lemons milk onions pears plums rice soup"
 ).split()
+PEOPLE = "aunt brother cousin daughter father friend mother nephew sister son teacher uncle".split()
 COLORS = "black blue brown gold gray green orange pink purple red silver white yellow".split()
 TRADES = (
     "baker barber captain carpenter clerk cook doctor driver farmer fisherman gardener guard hunter judge lawyer "
@@ -76,10 +76,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a generator states (`lines`, in order) and what may be asked about it (`questions`: question, answer)."""
+    """What a generator states (`lines`, in order) and what may be asked about it (`questions`: question, answer).
+
+    `practice` holds easier questions that only training documents ask: the steps of what is asked in a test.
+    """
 
     lines: Sequence[str]
     questions: Sequence[tuple[str, str]]
+    practice: Sequence[tuple[str, str]] = ()
 
 
 class Filler:
@@ -142,19 +146,16 @@ def multikey(rng: random.Random) -> Facts:
 
 
 def variables(rng: random.Random) -> Facts:
-    """Three chains of three assignments, interleaved; the value at the end of a chain (RULER: variable tracking)."""
-    names = rng.sample(LETTERS, 9)
-    chains = [names[0:3], names[3:6], names[6:9]]
-    values = _distinct(rng, lambda r: str(r.randrange(10, 100)), 3)
-    lines = [
-        [f"Let {c[0]} be {v}.", *(f"Let {b} be {a}." for a, b in pairwise(c))]
-        for c, v in zip(chains, values, strict=True)
-    ]
-    order = [i for i in range(3) for _ in range(3)]
-    rng.shuffle(order)
-    pending = [iter(x) for x in lines]
-    questions = [(f"What is {c[-1]}?", v) for c, v in zip(chains, values, strict=True)]
-    return Facts([next(pending[i]) for i in order], questions)
+    """Four values, each named once and then named again by the first name (RULER: variable tracking, two hops)."""
+    names = rng.sample(LETTERS, 8)
+    values = _distinct(rng, lambda r: str(r.randrange(10, 100)), 4)
+    firsts, seconds = names[:4], names[4:]
+    stated = [f"Let {a} be {v}." for a, v in zip(firsts, values, strict=True)]
+    aliases = [f"Let {b} be {a}." for a, b in zip(firsts, seconds, strict=True)]
+    order = rng.sample(range(4), 4)
+    questions = [(f"What is {b}?", v) for b, v in zip(seconds, values, strict=True)]
+    practice = [(f"What is {a}?", v) for a, v in zip(firsts, values, strict=True)]
+    return Facts(stated + [aliases[i] for i in order], questions, practice)
 
 
 def copying(rng: random.Random) -> Facts:
@@ -176,10 +177,10 @@ def common(rng: random.Random) -> Facts:
 
 
 def arithmetic(rng: random.Random) -> Facts:
-    """Somebody's coins after a start and three changes of at most nine; never negative."""
+    """Somebody's coins after a start and two changes of at most nine; never negative."""
     name, total = rng.choice(NAMES), rng.randrange(2, 20)
     lines = [f"{name} has {total} coins."]
-    for _ in range(3):
+    for _ in range(2):
         change = rng.randrange(1, 10)
         if change <= total and rng.random() < 0.5:
             total -= change
@@ -191,22 +192,19 @@ def arithmetic(rng: random.Random) -> Facts:
 
 
 def dialogue(rng: random.Random) -> Facts:
-    """Facts that a user tells in the turns of a conversation; later questions need the earlier turns."""
-    told = [
-        ("My name is {}.", "What is my name?", NAMES),
-        ("I live in {}.", "Where do I live?", PLACES),
-        ("My dog is called {}.", "What is my dog called?", [n.capitalize() for n in NOUNS]),
-        ("My favorite color is {}.", "What is my favorite color?", COLORS),
-        ("I want to eat {}.", "What do I want to eat?", FOODS),
-        ("I work as a {}.", "What do I work as?", TRADES),
-        ("My ticket number is {}.", "What is my ticket number?", None),
-        ("My sister lives in {}.", "Where does my sister live?", PLACES),
+    """Six facts about four people, told in the turns of a conversation; a later question names person and kind."""
+    kinds = [
+        ("lives in {}", "Where does my {} live?", PLACES),
+        ("works as a {}", "What does my {} work as?", TRADES),
+        ("likes the color {}", "Which color does my {} like?", COLORS),
+        ("wants to eat {}", "What does my {} want to eat?", FOODS),
+        ("has the ticket {}", "Which ticket does my {} have?", None),
     ]
-    chosen = rng.sample(told, 5)
-    values = [_code(rng) if pool is None else rng.choice(pool) for _, _, pool in chosen]
+    pairs = rng.sample([(person, kind) for person in rng.sample(PEOPLE, 4) for kind in kinds], 6)
+    values = [_code(rng) if pool is None else rng.choice(pool) for _, (_, _, pool) in pairs]
     return Facts(
-        [statement.format(v) for (statement, _, _), v in zip(chosen, values, strict=True)],
-        [(question, v) for (_, question, _), v in zip(chosen, values, strict=True)],
+        [f"My {person} {statement.format(v)}." for (person, (statement, _, _)), v in zip(pairs, values, strict=True)],
+        [(question.format(person), v) for (person, (_, question, _)), v in zip(pairs, values, strict=True)],
     )
 
 
@@ -257,7 +255,8 @@ def document(
     if turns:
         filler_lines = [_turn(x, False) for x in filler_lines]
     context = ("\n" if turns else " ").join(_scatter(rng, lines, filler_lines))
-    questions = [(_ask(task, q), f" {a}") for q, a in facts.questions]
+    asked = [*facts.questions, *(facts.practice if split == "train" else ())]
+    questions = [(_ask(task, q), f" {a}") for q, a in asked]
     rng.shuffle(questions)
     return context, questions
 
