@@ -1,3 +1,40 @@
-"""crosskv: reuse a language model's KV cache in another model, and shrink caches across layers."""
+"""crosskv: reuse a language model's KV cache in another model, and shrink caches across layers.
+
+fit, load and handoff are imported when first used: importing crosskv imports no framework.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from crosskv.live import Handoff, fit, handoff
+    from crosskv.mapper import Mapper, MapperConfig
+    from crosskv.transfer import load_mapper as load
 
 __version__ = "0.1.0"
+
+__all__ = ["Handoff", "Mapper", "MapperConfig", "__version__", "fit", "handoff", "load"]
+
+_WHERE = {
+    "Handoff": ("live", "Handoff"),
+    "Mapper": ("mapper", "Mapper"),
+    "MapperConfig": ("mapper", "MapperConfig"),
+    "fit": ("live", "fit"),
+    "handoff": ("live", "handoff"),
+    "load": ("transfer", "load_mapper"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'crosskv' has no attribute {name!r}")
+    module, attribute = _WHERE[name]
+    value = getattr(importlib.import_module(f"crosskv.{module}"), attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

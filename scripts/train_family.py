@@ -3,7 +3,7 @@
     python scripts/train_family.py text  --text DIR --exclude FILE            # CPU: tokenizer and shipped texts
     python scripts/train_family.py train --text DIR --exclude FILE --out OUT  # one H200: S, M, L in half an hour
     python scripts/train_family.py train --smoke --text DIR --exclude FILE --out OUT   # CPU: seconds
-    python scripts/train_family.py card  --runs OUT                           # CPU: cards, plots, checksums
+    python scripts/train_family.py card  --text DIR --exclude FILE --out OUT  # CPU: cards, plots, checksums
 
 Text is public domain or CC0: books (those in the exclude list, first published after 1930, left out), peps, eips and
 18f_blog. One book in twenty is held out whole. Half of the rows are text; the other half are generated context-use
@@ -56,8 +56,8 @@ class Plan:
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e5, "factor": 4.0, "original_max_position_embeddings": ROW // 4}
 PLANS = (
-    Plan("S", 101, 4, 160, 4, 384, {"rope_type": "default", "rope_theta": 1e4}, 3000, 3e-3),
-    Plan("M", 202, 6, 224, 8, 448, YARN, 2800, 3e-3),
+    Plan("S", 101, 4, 160, 4, 384, {"rope_type": "default", "rope_theta": 1e4}, 900, 3e-3),
+    Plan("M", 202, 6, 224, 8, 448, YARN, 2000, 3e-3),
     Plan("L", 303, 12, 320, 8, 448, {"rope_type": "default", "rope_theta": 5e5}, 2700, 3e-3),
 )
 
@@ -122,9 +122,7 @@ def train_tokenizer(texts: list[str]):
             processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, bpe.token_to_id(BOS))]),
         ]
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, bos_token=BOS, eos_token=EOS, pad_token=PAD, model_max_length=ROW
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=BOS, eos_token=EOS, pad_token=PAD)
 
 
 def write_text(args: argparse.Namespace) -> None:
@@ -396,16 +394,19 @@ def write_cards(args: argparse.Namespace) -> None:
     """Installs the trained models into the package with card.json (checksums, results), README.md and loss curves."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    _, held = read_text(args.text, args.exclude)
     heldout = (FAMILY / "text" / "heldout.txt").read_text()
-    for plan in PLANS:
-        source, directory = args.runs / plan.name, FAMILY / plan.name
+    for plan in [p for p in PLANS if p.name in args.models]:
+        source, directory = args.out / plan.name, FAMILY / plan.name
         for file in ("config.json", "generation_config.json", "model.safetensors"):
             (directory / file).write_bytes((source / file).read_bytes())
         model = AutoModelForCausalLM.from_pretrained(directory, dtype="float32").eval()
         tokenizer = AutoTokenizer.from_pretrained(directory)
-        sample_rows = run.rows(tokenizer.encode, heldout, **SAMPLE_ROWS)
-        sample = run.measure(logits_of(model), tokenizer.encode, sample_rows, heldout, **SAMPLE)
-        facts = json.loads((args.runs / f"{plan.name}.json").read_text())
+        score = partial(run.measure, logits_of(model), tokenizer.encode, text=heldout)
+        books = text_rows(list(held.values()), tokenizer, ROW)
+        facts = json.loads((args.out / f"{plan.name}.json").read_text())
+        facts["full"] = score(rows=books[:: len(books) // args.cases], cases=args.cases)
+        facts["sample"] = score(rows=run.rows(tokenizer.encode, heldout, **SAMPLE_ROWS), **SAMPLE)
         names = (
             "config.json",
             "generation_config.json",
@@ -414,9 +415,9 @@ def write_cards(args: argparse.Namespace) -> None:
             "tokenizer_config.json",
         )
         sums = {n: hashlib.sha256((directory / n).read_bytes()).hexdigest() for n in names}
-        card = {"name": plan.name, **facts, "sample": sample, "sha256": sums}
+        card = {"name": plan.name, **facts, "sha256": sums}
         (directory / "card.json").write_text(json.dumps(card, indent=1) + "\n")
-        plot_loss(args.runs / f"{plan.name}.log.jsonl", directory / "loss.png", plan)
+        plot_loss(args.out / f"{plan.name}.log.jsonl", directory / "loss.png", plan)
         (directory / "README.md").write_text(describe(card))
 
 
@@ -473,7 +474,8 @@ same books (`crosskv/evals/tasks.py`, split "train"). One book in twenty was hel
 ![training loss](loss.png)
 
 **Results.** NLL on held-out books: {full["nll"]:.4f} nats per token (standard error {full["nll_se"]:.4f} over
-{full["passages"]} passages of {full["passage_tokens"]:,} tokens). Exact-match accuracy, {full["cases"]} cases each, split "test":
+{full["passages"]} passages of {full["passage_tokens"]:,} tokens). Exact-match accuracy,
+{full["cases"]} cases each, split "test":
 
 | task | {" | ".join(f"{n:,} tokens" for n in lengths)} |
 |---|{"---|" * len(lengths)}
@@ -481,30 +483,31 @@ same books (`crosskv/evals/tasks.py`, split "train"). One book in twenty was hel
 
 `tests/test_family.py` recomputes a small sample of this: NLL {sample["nll"]:.4f} on {sample["passages"]} passages.
 
-**Licence.** The weights are dedicated to the public domain (CC0 1.0). Not meant for any use but showing caches at work: the
-model writes like an old novel and knows nothing.
+**Licence.** The weights are dedicated to the public domain (CC0 1.0). Not meant for any use but showing caches at
+work: the model writes like an old novel and knows nothing.
 """
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sub = parser.add_subparsers(dest="do", required=True)
-    for name in ("text", "train"):
+    for name, do in (("text", write_text), ("train", train), ("card", write_cards)):
         p = sub.add_parser(name)
+        p.set_defaults(do=do)
         p.add_argument("--text", type=Path, required=True, help="folder with books, peps, eips, 18f_blog")
         p.add_argument("--exclude", type=Path, required=True, help="file with the names of books to leave out")
+        if name == "text":
+            continue
+        p.add_argument("--out", type=Path, required=True, help="folder of the training runs")
+        p.add_argument("--models", nargs="+", default=[p.name for p in PLANS])
+        p.add_argument("--cases", type=int, default=50, help="per task and length, and rows of held-out books")
         if name == "train":
-            p.add_argument("--out", type=Path, required=True)
-            p.add_argument("--models", nargs="+", default=[p.name for p in PLANS])
             p.add_argument("--workers", type=int, default=2)
             p.add_argument("--task-rows", type=int, default=60_000)
             p.add_argument("--steps", type=int, help="instead of each model's own number")
-            p.add_argument("--cases", type=int, default=100, help="per task and length, and rows of held-out books")
             p.add_argument("--smoke", action="store_true", help="a few steps on a few rows")
-    p = sub.add_parser("card")
-    p.add_argument("--runs", type=Path, required=True, help="the --out folder of `train`")
     args = parser.parse_args()
-    {"text": write_text, "train": train, "card": write_cards}[args.do](args)
+    args.do(args)
 
 
 if __name__ == "__main__":

