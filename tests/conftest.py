@@ -147,3 +147,13 @@ def _threads() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def family_model():
+    """family_model(name, host) -> (model, tokenizer) of a shipped model, opened once per session."""
+    import functools
+
+    from crosskv import family
+
+    return functools.cache(family.load)

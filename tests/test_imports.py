@@ -1,4 +1,4 @@
-"""The house's two import rules (docs/log.md says where they depart from the first design): one direction, and frameworks only behind the seam."""
+"""The house's two import rules: one direction only, and frameworks only behind the seam."""
 
 from __future__ import annotations
 

@@ -243,4 +243,4 @@ def generate(model: Any, tokenizer: Any, ids: Sequence[int], limit: int, cache: 
 
 
 def devices() -> list[str]:
-    return [str(mx.default_device()), mx.device_info().get("device_name", "")]
+    return [str(mx.default_device()), str(mx.device_info().get("device_name", ""))]

@@ -137,7 +137,4 @@ def _moved(src: Any, tgt: Any, kv: tuple[Any, Any]) -> tuple[Any, Any]:
 def _after(b: Any, first: Layers, layers: Layers, start: int) -> dict[int, tuple[Any, Any]]:
     """The first tokens of one cache, then the tokens of another from `start` on."""
     rest = _cut(layers, start, None)
-    return {
-        i: tuple(b.xp.concatenate([a, x], 2) for a, x in zip(first[i], rest[i], strict=True))  # type: ignore[misc]
-        for i in first
-    }
+    return {i: tuple(b.xp.concatenate([a, x], 2) for a, x in zip(first[i], rest[i], strict=True)) for i in first}

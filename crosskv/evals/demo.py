@@ -51,7 +51,7 @@ def _family(host: str, console: Console) -> str:
     table = Table("model", "seconds", "continues", "needle", title=f"The family in {host}", title_justify="left")
     lines = []
     for name in family.NAMES:
-        model, tokenizer = family.load(name, host)  # type: ignore[arg-type]
+        model, tokenizer = family.load(name, host)
         b = backends.of(model)
         started = time.perf_counter()
         text = tokenizer.decode(
@@ -71,7 +71,7 @@ def _family(host: str, console: Console) -> str:
 
 
 def _mapper(host: str, source: str, target: str, directory: Path, console: Console) -> Any:
-    (one, tokenizer), (other, _) = family.load(source, host), family.load(target, host)  # type: ignore[arg-type]
+    (one, tokenizer), (other, _) = family.load(source, host), family.load(target, host)
     started = time.perf_counter()
     mapper = crosskv.fit(one, other, family.text("calibration"), tokenizer, CONFIG)
     mapper.save(directory / f"{source}-{target}")
@@ -81,7 +81,7 @@ def _mapper(host: str, source: str, target: str, directory: Path, console: Conso
 
 def _side_by_side(host: str, source: str, target: str, mapper: Any, console: Console) -> str:
     """The target's own continuation beside the mapped one, after a passage from a book that no model has read."""
-    (one, tokenizer), (other, _) = family.load(source, host), family.load(target, host)  # type: ignore[arg-type]
+    (one, tokenizer), (other, _) = family.load(source, host), family.load(target, host)
     b = backends.of(other)
     ids = run.rows(tokenizer.encode, family.text("heldout"), 4, PREFIX)[2].tolist()
     own = b.generate(other, tokenizer, ids, NEW_TOKENS)
@@ -101,7 +101,7 @@ def _side_by_side(host: str, source: str, target: str, mapper: Any, console: Con
 
 def _worth(host: str, source: str, target: str, mapper: Any, console: Console) -> tuple[str, list[dict[str, Any]]]:
     """The controls of `arms` on held-out text, and warm and cold time against the target's own prefill."""
-    (one, tokenizer), (other, _) = family.load(source, host), family.load(target, host)  # type: ignore[arg-type]
+    (one, tokenizer), (other, _) = family.load(source, host), family.load(target, host)
     passages = run.rows(tokenizer.encode, family.text("heldout"), PASSAGES, PREFIX + CONTINUATION)
     measured = arms.score(mapper, one, other, passages, PREFIX).rows()
     columns = ("cache of the prompt", "NLL", "KL to own", "top-1 as own", "gap recovered", "95 % interval")

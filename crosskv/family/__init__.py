@@ -53,7 +53,7 @@ def check(name: str) -> None:
             raise BadArtifact(f"family model {name}: {file} has SHA-256 {got}, expected {want}; reinstall crosskv")
 
 
-def load(name: str, backend: Literal["torch", "mlx"] = "torch") -> tuple[Any, Any]:
+def load(name: str, backend: str = "torch") -> tuple[Any, Any]:
     """(model, tokenizer) of a shipped model in float32, its files' SHA-256 checked first.
 
     With "torch" a transformers model on the CPU in eval mode and its tokenizer; with "mlx" what `mlx_lm.load` gives.

@@ -1,0 +1,119 @@
+"""The command line through its own door: exit codes, one-line errors, --json, and a whole fit-handoff round."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from crosskv import family
+
+
+def crosskv(*args: object) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", "from crosskv.cli import main; main()", *map(str, args)], capture_output=True, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory):
+    """(directory of a mapper S -> M fitted by the command, what the command printed)."""
+    directory = tmp_path_factory.mktemp("cli")
+    text = directory / "text.txt"
+    text.write_text(family.text("calibration")[:120_000])
+    done = crosskv(
+        "fit", "family:S", "family:M", "--data", text, "-o", directory / "S-M", "--k", "all", "--penalty", "auto",
+        "--sequences", 48, "--length", 256, "--stride", 1, "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return directory / "S-M", json.loads(done.stdout)
+
+
+def test_fit_writes_a_mapper_and_cleans_up(fitted):
+    directory, said = fitted
+    assert sorted(p.name for p in directory.iterdir()) == ["README.md", "mapper.json", "mapper.safetensors"]
+    assert said["path"] == str(directory) and len(said["r2"]["keys"]) == 6
+    assert not (directory.parent / "S-M.partial").exists()
+
+
+@pytest.mark.parametrize("host", ["torch", "mlx"])
+def test_handoff_continues_in_both_hosts(fitted, host, family_model):
+    """The mapped cache is used: the text differs from what the target writes without the context, and hosts agree."""
+    directory, _ = fitted
+    done = crosskv(
+        "handoff", directory, "family:S", "family:M", "--prompt", "Once upon a time there was", "--max-tokens", 8,
+        "--host", host, "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["new_tokens"] == 8 and said["prompt_tokens"] == len(family_model("M", "torch")[1].encode(
+        "Once upon a time there was"))  # fmt: skip
+    others = getattr(test_handoff_continues_in_both_hosts, "said", said["text"])
+    assert others == said["text"]
+    test_handoff_continues_in_both_hosts.said = said["text"]
+
+
+def test_holding_all_back_is_the_target_itself(fitted, family_model):
+    """With everything held back but one sink, the handoff is the target's own prefill."""
+    directory, _ = fitted
+    prompt = "The captain looked at the sea and said"
+    model, tokenizer = family_model("M", "torch")
+    ids = tokenizer.encode(prompt)
+    done = crosskv(
+        "handoff", directory, "family:S", "family:M", "--prompt", prompt, "--hold-back", len(ids) - 1,
+        "--max-tokens", 12, "--json",
+    )  # fmt: skip
+    import torch
+
+    own = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :]
+    assert json.loads(done.stdout)["text"] == tokenizer.decode(own, skip_special_tokens=True)
+
+
+def test_inspect_shows_table_and_plot(fitted, tmp_path):
+    directory, said = fitted
+    done = crosskv("inspect", directory, "--plot", tmp_path / "r2.png")
+    assert done.returncode == 0 and f"{said['r2']['keys'][3]:.3f}" in done.stdout
+    assert (tmp_path / "r2.png").read_bytes()[:4] == b"\x89PNG"
+    about = json.loads(crosskv("inspect", directory, "--json").stdout)
+    np.testing.assert_allclose(about["r2"]["values"], said["r2"]["values"])
+
+
+def test_doctor_names_what_is_installed():
+    done = crosskv("doctor", "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 0 and found["packages"]["torch"] and found["hosts"]["mlx"]
+    assert "host torch" in crosskv("doctor").stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (("inspect", "/nowhere"), "crosskv: /nowhere is not a mapper"),
+        (("fit", "family:S", "family:XL", "--data", "pyproject.toml", "-o", "/tmp/x"), "S, M, L; got 'XL'"),
+        (("fit", "family:S", "family:L", "--data", "/nowhere.txt", "-o", "/tmp/x"), "cannot be read as UTF-8 text"),
+        (("fit", "family:S", "family:L", "--data", "pyproject.toml", "-o", "/tmp/x", "--k", "lots"), "k must be"),
+        (
+            ("fit", "family:S", "family:L", "--data", "pyproject.toml", "-o", "/tmp/x", "--host", "jax"),
+            "torch; got 'jax'",
+        ),
+        (("fetch", "gpt-5"), "fetch knows smollm2 and smollm2-sibling"),
+    ],
+)
+def test_errors_are_one_line_and_exit_1(args, sentence):
+    done = crosskv(*args)
+    assert done.returncode == 1
+    assert sentence in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_a_mapper_of_another_pair_is_refused(fitted):
+    done = crosskv("handoff", fitted[0], "family:S", "family:L", "--prompt", "Once upon a time")
+    assert done.returncode == 1 and "fitted with" in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+def test_wrong_usage_exits_2():
+    assert crosskv("fit", "family:S").returncode == 2
+    assert crosskv("handoff", "x", "family:S", "family:L").returncode == 2
+    assert crosskv("--version").stdout.strip() == __import__("crosskv").__version__
