@@ -5,6 +5,7 @@ stands between them:
 
     own       the target's own keys and values, taken out and installed again
     mapped    the mapper's output from the source's cache
+    random    a mapper of random weights with the deviations and the biases of the real one
     other     the mapper's output from the cache of another passage: use of the context, or mere warmth?
     raw copy  the source's keys and values of the layer at the nearest relative depth, unmapped
     zero      zeros
@@ -17,16 +18,18 @@ A transfer is worth its trouble when `mapped` beats `none` and `source`. Gap rec
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from crosskv import backends, live, metrics
 from crosskv.backends import Layers
+from crosskv.backends import numpy as host
 from crosskv.errors import BadInput
+from crosskv.mapper import Mapper, Packed
 
-ARMS = ("own", "mapped", "other", "raw copy", "zero", "none", "source")
+ARMS = ("own", "mapped", "random", "other", "raw copy", "zero", "none", "source")
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Scores:
 
 
 def score(
-    mapper: Any,
+    mapper: Mapper,
     source: Any,
     target: Any,
     passages: np.ndarray,
@@ -77,13 +80,15 @@ def score(
         raise BadInput(f"passages must be [n >= 2, more than {prefix}] token ids, got shape {passages.shape}")
     if sinks < 1 or hold_back < 1 or sinks + hold_back >= prefix:
         raise BadInput(f"sinks and hold_back must be >= 1, their sum under {prefix}; got {sinks} and {hold_back}")
+    mapper.check_models(live.measured(source), live.measured(target))
+    scrambled = _scrambled(mapper)
     parts = [passages[i : i + batch] for i in range(0, len(passages), batch)]
     if len(parts[-1]) == 1 and len(parts) > 1:  # `other` needs a second passage beside each
         parts[-2:] = [np.concatenate(parts[-2:])]
     found: dict[str, list[tuple[np.ndarray, ...]]] = {arm: [] for arm in ARMS}
     for ids in parts:
         reference = None
-        for arm, logits in _arms(mapper, source, target, ids, prefix, hold_back, sinks):
+        for arm, logits in _arms(mapper, scrambled, source, target, ids, prefix, hold_back, sinks):
             reference = logits if reference is None else reference
             found[arm].append(
                 (metrics.nll(logits, ids[:, prefix:]), metrics.kl(reference, logits), metrics.top1(reference, logits))
@@ -94,7 +99,14 @@ def score(
 
 
 def _arms(
-    mapper: Any, source: Any, target: Any, ids: np.ndarray, prefix: int, hold_back: int, sinks: int
+    mapper: Mapper,
+    scrambled: Mapper,
+    source: Any,
+    target: Any,
+    ids: np.ndarray,
+    prefix: int,
+    hold_back: int,
+    sinks: int,
 ) -> Iterator[tuple[str, Any]]:
     """(arm, logits [B, C, V] of the continuation), `own` first."""
     src, tgt = backends.of(source), backends.of(target)
@@ -107,13 +119,13 @@ def _arms(
     def with_cache(layers: Layers) -> Any:
         return metrics.continuation_logits(target, held, continuation, tgt.install(target, layers))
 
-    def with_mapped(tokens: np.ndarray) -> Any:
-        options: dict[str, Any] = {"hold_back": hold_back, "sinks": sinks}
-        cache = live.handoff(mapper, source, target, tokens, **options).cache
+    def with_mapped(tokens: np.ndarray, by: Mapper = mapper) -> Any:
+        cache = live.handoff(by, source, target, tokens, hold_back=hold_back, sinks=sinks, force=True).cache
         return metrics.continuation_logits(target, held, continuation, cache)
 
     yield "own", with_cache(own)
     yield "mapped", with_mapped(ids[:, :prefix])
+    yield "random", with_mapped(ids[:, :prefix], scrambled)
     yield "other", with_mapped(np.roll(ids[:, :prefix], 1, axis=0))
     depth = (len(theirs) - 1) / max(1, len(own) - 1)
     nearest = {t: theirs[round(t * depth)] for t in own}
@@ -121,6 +133,17 @@ def _arms(
     yield "zero", with_cache(_after(tgt, sink, {t: (k * 0, v * 0) for t, (k, v) in own.items()}, sinks))
     yield "none", with_cache(sink)
     yield "source", metrics.continuation_logits(source, held, continuation, src.install(source, theirs))
+
+
+def _scrambled(mapper: Mapper, seed: int = 0) -> Mapper:
+    rng = np.random.default_rng(seed)
+
+    def drawn(p: Packed) -> Packed:
+        deviation = float(np.std(np.asarray(host.to_numpy(p.weight), np.float64)))
+        return replace(p, weight=(rng.standard_normal(p.weight.shape) * deviation).astype(np.float32))
+
+    weights = {t: tuple(drawn(p) for p in mapper.weights(t)) for t in mapper.layers}
+    return Mapper(mapper.source, mapper.target, mapper.config, mapper.layers, weights)  # type: ignore[arg-type]
 
 
 def _cut(layers: Layers, start: int, stop: int | None) -> dict[int, tuple[Any, Any]]:

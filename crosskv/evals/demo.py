@@ -137,7 +137,7 @@ def _worth(host: str, source: str, target: str, mapper: Any, console: Console) -
     prefill = {"name": "own prefill", "value": times["own prefill"]}
     for name, seconds in times.items():
         found.append(rows.row("transfer time", setting | {"what": name}, "time", seconds, "s", baseline=prefill))
-    shown = [r for r in measured if r["arm"] not in ("own", "none")]
+    shown = [r for r in measured if r["arm"] not in ("own", "none", "random")]
     plot = report.bars("gap recovered (1: own cache, 0: no context)", [r["arm"] for r in shown],
                        [r["gap"] for r in shown], [(r["low"], r["high"]) for r in shown])  # fmt: skip
     layers = sorted(mapper.layers)
