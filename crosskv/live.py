@@ -369,7 +369,7 @@ def _open_checkpoint(directory: Path | None, resume: bool, fingerprint: str) -> 
         return None
     if not resume:
         raise BadInput(
-            f"{directory} holds a checkpoint. Pass resume=True to continue from it, or choose another directory."
+            f"{directory} holds a checkpoint. Pass resume=True (--resume) to continue from it, or remove it."
         )
     try:
         about = json.loads((directory / "fit.json").read_text())

@@ -83,9 +83,12 @@ def test_seed_usage_on_mlx_arrays(tmp_path: Any, monkeypatch: pytest.MonkeyPatch
     import mlx.core as mx
     from conftest import small
 
+    from crosskv.transfer import fit_mapper, load_mapper, transfer_cache
+    from crosskv.transfer.mapper import MapperConfig, ModelKVSpec
+
     monkeypatch.chdir(tmp_path)
-    source_model, target_model = small("mlx", layers=3), small("mlx", layers=4, seed=5)
-    n_tokens = 400
+    source_model, target_model = small("mlx", layers=9), small("mlx", layers=4, seed=5)
+    n_tokens = 1600
     tokens = mx.array(np.random.default_rng(0).integers(0, 128, (1, n_tokens)))
     b = backends.of(tokens)
     source_kv, target_kv = (
@@ -100,7 +103,7 @@ def test_seed_usage_on_mlx_arrays(tmp_path: Any, monkeypatch: pytest.MonkeyPatch
         src_spec,
         tgt_spec,
         positions=mx.arange(n_tokens),
-        config=MapperConfig(k=2, ridge_lambda=0.01, stride=1),
+        config=MapperConfig(k=8, ridge_lambda=0.01),
     )
     mapper.save("mappers/qwen3-0.6b-to-1.7b")
 
@@ -114,15 +117,15 @@ def test_seed_usage_on_torch_tensors(tmp_path: Any) -> None:
     import torch
     from conftest import small
 
-    source_model, target_model = small("torch", layers=3), small("torch", layers=4, seed=5)
-    n_tokens = 400
+    source_model, target_model = small("torch", layers=9), small("torch", layers=4, seed=5)
+    n_tokens = 1600
     tokens = torch.randint(0, 128, (1, n_tokens), generator=torch.Generator().manual_seed(0))
     b = backends.of(tokens)
     source_kv, target_kv = (
         {i: (k[0], v[0]) for i, (k, v) in b.capture(m, tokens).items()} for m in (source_model, target_model)
     )
     specs = ModelKVSpec.from_model(source_model), ModelKVSpec.from_model(target_model)
-    config = MapperConfig(k=2, ridge_lambda=0.01, stride=1)
+    config = MapperConfig(k=8, ridge_lambda=0.01)
     mapper = fit_mapper(source_kv, target_kv, *specs, positions=torch.arange(n_tokens), config=config)
     mapper.save(tmp_path / "m")
     out = transfer_cache(source_kv, load_mapper(tmp_path / "m"), positions=torch.arange(n_tokens))
