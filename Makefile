@@ -10,8 +10,9 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	$(BIN)/crosskv demo
 
+# Two processes of one thread each: threads that outnumber the cores spend their time waiting for one another.
 test: $(READY)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 check: $(READY)
 	$(BIN)/ruff check .
