@@ -113,7 +113,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     if not args.table:
-        rows.write(args.out, [r for pair in PAIRS for r in measure(*pair)])
+        found: list[dict[str, Any]] = []
+        for pair in PAIRS:
+            found += measure(*pair)
+            rows.write(args.out, found)  # after each pair: an interrupt keeps what was measured
     print(table(rows.read(args.out)))
 
 

@@ -23,3 +23,13 @@ def test_torch_then_mlx(tmp_path):
         assert done.returncode == 0, done.stderr
         said.append(done.stdout.strip())
     assert said[0].startswith("The old man looked at the sea") and said[0].endswith(said[1])
+
+
+def test_the_five_lines_of_the_readme(capsys):
+    """The README's first block, with less calibration text."""
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    code = readme.split("```python\n")[1].split("```")[0]
+    small = 'MapperConfig(k="all", n_calib_sequences=24, calib_seq_len=256, stride=1)'
+    assert 'MapperConfig(k="all")' in code
+    exec(code.replace('MapperConfig(k="all")', small), {})
+    assert "Once upon a time" in capsys.readouterr().out
