@@ -1,6 +1,6 @@
 """crosskv: reuse a language model's KV cache in another model, and shrink caches across layers.
 
-fit, load and handoff are imported when first used: importing crosskv imports no framework.
+Everything is imported when first used: importing crosskv imports no framework.
 """
 
 from __future__ import annotations
@@ -9,21 +9,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from crosskv.compress import IntConfig, make_cache
     from crosskv.live import Handoff, fit, handoff
     from crosskv.mapper import Mapper, MapperConfig
     from crosskv.transfer import load_mapper as load
 
 __version__ = "0.1.0"
 
-__all__ = ["Handoff", "Mapper", "MapperConfig", "__version__", "fit", "handoff", "load"]
+__all__ = ["Handoff", "IntConfig", "Mapper", "MapperConfig", "__version__", "fit", "handoff", "load", "make_cache"]
 
 _WHERE = {
     "Handoff": ("live", "Handoff"),
+    "IntConfig": ("compress", "IntConfig"),
     "Mapper": ("mapper", "Mapper"),
     "MapperConfig": ("mapper", "MapperConfig"),
     "fit": ("live", "fit"),
     "handoff": ("live", "handoff"),
     "load": ("transfer", "load_mapper"),
+    "make_cache": ("compress", "make_cache"),
 }
 
 

@@ -18,7 +18,7 @@ LAYERS = [
     {"kernels"},
     {"backends"},
     {"files", "layout", "live", "moments", "ridge", "rope", "subspace", "quant"},
-    {"select", "mapper", "transfer", "latent", "metrics"},
+    {"select", "mapper", "transfer", "store", "metrics"},
     {"live", "compress"},
     {"family", "evals"},
     {"cli"},

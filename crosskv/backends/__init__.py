@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -69,6 +69,59 @@ class Arrays(Protocol):
         """
         ...
 
+    def amin(self, x: Array, axis: int) -> Array:
+        """The smallest along an axis, which stays with length 1; NaN where there is one."""
+        ...
+
+    def amax(self, x: Array, axis: int) -> Array: ...
+
+    def owned(self, x: Array) -> Array:
+        """A copy of x in memory of its own: a slice may keep alive the whole array that it was cut from."""
+        ...
+
+
+class Held(Protocol):
+    """The keys and values of one layer, however they are kept. A value: every operation returns a new one.
+
+    Adapters know a compressed cache through this alone; see crosskv.store for the first kind.
+    """
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays held."""
+        ...
+
+    def append(self, keys: Array, values: Array) -> tuple[Held, tuple[Array, Array]]:
+        """With [B, H, T, D] more tokens; and all keys and values for this step's attention."""
+        ...
+
+    def read(self) -> tuple[Array, Array] | None:
+        """All keys and values; None before the first token."""
+        ...
+
+    def trim(self, n: int) -> Held:
+        """Without the last n tokens (at most all)."""
+        ...
+
+    def map(self, f: Callable[[Array], Array]) -> Held:
+        """With f applied to every array: other rows of the batch (first axis), another device."""
+        ...
+
+    def clear(self) -> Held:
+        """As before the first token."""
+        ...
+
+    def state(self) -> list[Any]:
+        """Arrays, None and numbers, always as many; `restore` of the same kind has the same tokens again."""
+        ...
+
+    def restore(self, state: Sequence[Any]) -> Held: ...
+
 
 class Models(Protocol):
     """What a model host has to offer. Tokens are [B, T] integers (lists or NumPy); mask [B, T] is 0 for padding."""
@@ -117,6 +170,15 @@ class Models(Protocol):
     def generate(self, model: Any, tokenizer: Any, ids: Sequence[int], limit: int, cache: Any = None) -> list[int]:
         """The host's own greedy generation after the prompt `ids`, of which `cache` holds all but the last ones: at
         most `limit` new tokens, ended by the end-of-text token (not returned)."""
+        ...
+
+    def held_cache(self, model: Any, new: Callable[[int], Held]) -> Any:
+        """A cache of the host's own kind whose layer i keeps its tokens in new(i); sliding-window layers stay the
+        host's own."""
+        ...
+
+    def cache_bytes(self, cache: Any) -> int:
+        """Bytes of the arrays that any cache of this host holds."""
         ...
 
     def devices(self) -> list[str]:

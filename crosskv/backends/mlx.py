@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from crosskv.backends import Layers, Rope
+from crosskv.backends import Held, Layers, Rope
 from crosskv.errors import BadInput, MatchedKVError
 
 xp = mx
@@ -44,6 +44,18 @@ def move(x: mx.array, like: mx.array) -> mx.array:
 
 def local(x: mx.array) -> Any:
     return to_numpy(x) if mx.default_device() == mx.Device(mx.cpu) else x
+
+
+def amin(x: mx.array, axis: int) -> mx.array:
+    return mx.min(x, axis=axis, keepdims=True)
+
+
+def amax(x: mx.array, axis: int) -> mx.array:
+    return mx.max(x, axis=axis, keepdims=True)
+
+
+def owned(x: mx.array) -> mx.array:
+    return mx.contiguous(x)  # copies unless x fills its buffer to 16 kB
 
 
 # ---- models ----
@@ -240,6 +252,77 @@ def generate(model: Any, tokenizer: Any, ids: Sequence[int], limit: int, cache: 
             break
         out.append(int(token))
     return out
+
+
+class HeldKVCache:
+    """An mlx-lm cache of one layer that keeps its tokens in a `Held`.
+
+    No attribute here may be called bits or group_size: mlx-lm would take the arrays for its own quantised ones.
+    """
+
+    def __init__(self, new: Held):
+        self.held = new
+
+    @property
+    def offset(self) -> int:
+        return self.held.length
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self.held, both = self.held.append(keys, values)
+        return both
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        both = self.held.read()
+        if both is None:
+            raise BadInput("This cache is empty.")
+        return both
+
+    @property
+    def state(self) -> list[Any]:
+        return self.held.state()
+
+    @state.setter
+    def state(self, v: list[Any]) -> None:
+        self.held = self.held.restore(v)
+
+    def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        from mlx_lm.models.cache import create_attention_mask
+
+        return create_attention_mask(n, offset=self.offset, return_array=return_array, window_size=window_size)
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    def trim(self, n: int) -> int:
+        n = min(n, self.offset)
+        self.held = self.held.trim(n)
+        return n
+
+    def select(self, rows: mx.array) -> None:
+        """Keep (or repeat, or reorder) the given rows of the batch."""
+        self.held = self.held.map(lambda x: x[rows])
+
+    def size(self) -> int:
+        return self.offset
+
+    def empty(self) -> bool:
+        return self.offset == 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays that the layer holds now."""
+        return self.held.nbytes
+
+
+def held_cache(model: Any, new: Callable[[int], Held]) -> list[Any]:
+    from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+    check(model)
+    return [HeldKVCache(new(i)) if type(c) is KVCache else c for i, c in enumerate(make_prompt_cache(model))]
+
+
+def cache_bytes(cache: Any) -> int:
+    return sum(c.nbytes for c in cache)
 
 
 def devices() -> list[str]:

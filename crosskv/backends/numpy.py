@@ -18,7 +18,10 @@ def cast(x: np.ndarray, dtype: str) -> np.ndarray:
     if dtype_of(x) == dtype:
         return x
     wide = to_numpy(x)
-    return bf16_bits(wide) if dtype == "bfloat16" else wide.astype(dtype, copy=False)
+    if dtype == "bfloat16":
+        return bf16_bits(wide)
+    with np.errstate(over="ignore"):  # too large is infinite, as in the other backends
+        return wide.astype(dtype, copy=False)
 
 
 def to_numpy(x: np.ndarray) -> np.ndarray:
@@ -36,6 +39,18 @@ def move(x: np.ndarray, like: np.ndarray) -> np.ndarray:
 
 def local(x: np.ndarray) -> np.ndarray:
     return to_numpy(x)
+
+
+def amin(x: np.ndarray, axis: int) -> np.ndarray:
+    return x.min(axis, keepdims=True)
+
+
+def amax(x: np.ndarray, axis: int) -> np.ndarray:
+    return x.max(axis, keepdims=True)
+
+
+def owned(x: np.ndarray) -> np.ndarray:
+    return np.array(x, order="C")
 
 
 def bf16_bits(x: np.ndarray) -> np.ndarray:

@@ -8,14 +8,15 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from crosskv.backends import Layers, Rope
+from crosskv.backends import Held, Layers, Rope
 from crosskv.errors import BadInput, MatchedKVError
 
 xp = torch
@@ -51,6 +52,18 @@ def move(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def local(x: torch.Tensor) -> Any:
     return to_numpy(x) if x.device.type == "cpu" else x
+
+
+def amin(x: torch.Tensor, axis: int) -> torch.Tensor:
+    return x.amin(axis, keepdim=True)
+
+
+def amax(x: torch.Tensor, axis: int) -> torch.Tensor:
+    return x.amax(axis, keepdim=True)
+
+
+def owned(x: torch.Tensor) -> torch.Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 # ---- models ----
@@ -225,6 +238,85 @@ def generate(model: Any, tokenizer: Any, ids: Sequence[int], limit: int, cache: 
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=limit, do_sample=False, **known
     )[0, len(ids) :].tolist()
     return out[:-1] if out and out[-1] == tokenizer.eos_token_id else out
+
+
+class HeldLayer(DynamicLayer):
+    """A transformers cache layer that keeps its tokens in a `Held`."""
+
+    def __init__(self, new: Held):
+        self.held = new
+        self.is_initialized = False
+
+    @property
+    def keys(self) -> torch.Tensor | None:  # what DynamicLayer keeps as tensors is made when asked for
+        both = self.held.read()
+        return None if both is None else both[0]
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        both = self.held.read()
+        return None if both is None else both[1]
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.held, both = self.held.append(key_states, value_states)
+        return both
+
+    def get_seq_length(self) -> int:
+        return self.held.length
+
+    def reset(self) -> None:
+        self.held, self.is_initialized = self.held.clear(), False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove > 0:
+            raise BadInput(f"crop takes minus the number of tokens to remove; got {tokens_to_remove}.")
+        self.held = self.held.trim(-tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.held = self.held.map(lambda x: x.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.held = self.held.map(lambda x: x[indices.to(x.device)])
+
+    def offload(self) -> None:
+        self.held = self.held.map(lambda x: x.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        if self.is_initialized:
+            self.held = self.held.map(lambda x: x.to(self.device, non_blocking=True))
+
+
+class HeldCache(Cache):
+    """A transformers cache of `HeldLayer`s, with the host's own layers where a window slides."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays that the cache holds now."""
+        return cache_bytes(self)
+
+
+def held_cache(model: Any, new: Callable[[int], Held]) -> HeldCache:
+    check(model)
+    layers = DynamicCache(config=model.config).layers
+    return HeldCache(layers=[HeldLayer(new(i)) if type(x) is DynamicLayer else x for i, x in enumerate(layers)])
+
+
+def cache_bytes(cache: Any) -> int:
+    def one(layer: Any) -> int:
+        if isinstance(layer, HeldLayer):
+            return layer.held.nbytes
+        return 0 if layer.keys is None else layer.keys.nbytes + layer.values.nbytes
+
+    return sum(map(one, cache.layers))
 
 
 def devices() -> list[str]:
