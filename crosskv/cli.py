@@ -1,4 +1,4 @@
-"""The command line: `crosskv demo`, `fit`, `handoff`, `inspect`, `fetch`, `doctor`."""
+"""The command line: `crosskv demo`, `fit`, `handoff`, `compress`, `inspect`, `fetch`, `doctor`."""
 
 from __future__ import annotations
 
@@ -281,3 +281,45 @@ def _heat(value: float) -> str:
     """A number on a colour from red (0) to green (1)."""
     share = min(1.0, max(0.0, value))
     return f"[black on rgb({int(230 - 120 * share)},{int(110 + 110 * share)},110)] {value:.3f} [/]"
+
+
+@app.command()
+def compress(
+    model: Annotated[str, typer.Argument(help=MODEL)],
+    prompt_file: Annotated[Path, typer.Option(help="a file with the prompt")],
+    bits: Annotated[int, typer.Option(help="of keys, and of values unless --bits-values: 2, 3, 4 or 8")] = 4,
+    bits_values: Annotated[int | None, typer.Option(help="of values: 2, 3, 4 or 8")] = None,
+    group: Annotated[int, typer.Option(help="entries that share a scale")] = 64,
+    sinks: Annotated[int, typer.Option(help="first tokens that stay exact")] = 4,
+    tail: Annotated[int, typer.Option(help="last tokens that stay exact")] = 64,
+    max_tokens: Annotated[int, typer.Option(help="to generate")] = 64,
+    score: Annotated[int, typer.Option(help="last tokens of the prompt whose likelihood is compared")] = 64,
+    host: Host = "torch",
+    as_json: Json = False,
+) -> None:
+    """Generate with a packed integer cache and with the host's own: bytes really held, likelihood, time.
+
+    Example: crosskv compress family:L --prompt-file book.txt --bits 4 --bits-values 2
+    """
+    from crosskv.evals import packed
+    from crosskv.store import IntConfig
+
+    config = IntConfig(bits, bits if bits_values is None else bits_values, group, sinks, tail)
+    text = _read(prompt_file)
+    opened, tokenizer = open_model(model, host)
+    facts = packed.compare(opened, tokenizer, tokenizer.encode(text), config, max_tokens, score)
+    if as_json:
+        print(json.dumps(facts))
+        return
+    table = Table("cache", "bytes held", "NLL of the last tokens", "ms a token")
+    for name in ("own", "packed"):
+        f = facts[name]
+        table.add_row(name, f"{f['bytes']:,}", f"{f['nll']:.4f}", f"{1000 * f['seconds_per_token']:.1f}")
+    for name in ("own", "packed"):
+        out.print(f"[{name}]", style="dim", markup=False)
+        out.print(facts[name]["text"], markup=False)
+    out.print(table)
+    out.print(
+        f"{facts['ratio']:.2f} times fewer bytes for {facts['cached_tokens']} cached tokens in {facts['dtype']}; "
+        f"NLL {facts['nll_increase']:+.4f} over the last {facts['scored']} prompt tokens",
+    )

@@ -142,7 +142,7 @@ def pack(codes: Shaped[Any, "*B D"], bits: int) -> tuple[Array, ...]:
 
 def _packed(codes: Array, width: int) -> Array:
     if width == 8:
-        return codes
+        return backends.of(codes).owned(codes)  # perhaps cut from a padded array
     n, per = codes.shape[-1], 8 // width
     m = -(-n // per)
     if m * per > n:

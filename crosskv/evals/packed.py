@@ -1,0 +1,100 @@
+"""What a packed cache costs and saves: likelihood, drift, bytes really held and time, against the host's own cache."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from crosskv import backends, metrics
+from crosskv.compress import make_cache, nbytes
+from crosskv.errors import BadInput
+from crosskv.store import IntConfig
+
+
+@dataclass(frozen=True)
+class Cost:
+    """nll, kl (against the own cache), agree [n, C] of the continuation; bytes held for the prompt, per sequence."""
+
+    nll: np.ndarray
+    kl: np.ndarray
+    agree: np.ndarray
+    bytes: float
+
+
+def own_cache(model: Any, tokens: Any) -> Any:
+    """The host's own cache of `tokens` [B, T]."""
+    b = backends.of(model)
+    return b.install(model, b.capture(model, tokens))
+
+
+def packed_cache(model: Any, tokens: Any, config: IntConfig) -> Any:
+    """A packed cache of `tokens` [B, T], read in one step."""
+    cache = make_cache(model, config)
+    backends.of(model).logits(model, tokens, cache)
+    return cache
+
+
+def score(model: Any, passages: np.ndarray, prefix: int, configs: dict[str, IntConfig], batch: int = 4) -> dict:
+    """{arm: Cost} for the arms "own" and every config: passages [n, prefix + C], the first `prefix` tokens cached (the
+    last of them is read on top of the packed cache), the rest scored in one step.
+    """
+    found: dict[str, list[tuple[Any, ...]]] = {arm: [] for arm in ("own", *configs)}
+    for i in range(0, len(passages), batch):
+        ids = passages[i : i + batch]
+        first, last, rest = ids[:, : prefix - 1], ids[:, prefix - 1 : prefix], ids[:, prefix:]
+        reference = None
+        for arm in found:
+            cache = own_cache(model, first) if arm == "own" else packed_cache(model, first, configs[arm])
+            size = nbytes(model, cache)
+            logits = metrics.continuation_logits(model, last, rest, cache)
+            reference = logits if reference is None else reference
+            found[arm].append(
+                (metrics.nll(logits, rest), metrics.kl(reference, logits), metrics.top1(reference, logits), size)
+            )
+    out = {}
+    for arm, parts in found.items():
+        *scores, sizes = zip(*parts, strict=True)
+        out[arm] = Cost(*(np.concatenate(x) for x in scores), bytes=sum(sizes) / len(passages))
+    return out
+
+
+def decode(model: Any, tokenizer: Any, ids: list[int], cache: Any, limit: int) -> tuple[list[int], float]:
+    """Tokens that the host generates after `ids`, of which `cache` holds all but the last; seconds per token."""
+    b = backends.of(model)
+    b.generate(model, tokenizer, ids[:8], 1)  # what is compiled or loaded on first use
+    started = time.perf_counter()
+    new = b.generate(model, tokenizer, ids, limit, cache)
+    return new, (time.perf_counter() - started) / max(1, len(new))
+
+
+def compare(
+    model: Any, tokenizer: Any, ids: list[int], config: IntConfig, max_tokens: int = 64, scored: int = 64
+) -> dict[str, Any]:
+    """The packed cache beside the host's own on one prompt: text, bytes held at the end, NLL of the prompt's last
+    tokens given the others, time per token.
+    """
+    if not 0 < scored < len(ids) - 1 or max_tokens < 1:
+        raise BadInput(
+            f"Expected 1 to {len(ids) - 2} scored tokens of a prompt of {len(ids)}, and at least 1 new; got {scored}, {max_tokens}."
+        )
+    costs = score(model, np.asarray([ids]), len(ids) - scored, {"packed": config})
+    prompt = np.asarray([ids[:-1]])
+    out: dict[str, Any] = {"config": asdict(config), "prompt_tokens": len(ids), "scored": scored}
+    for arm in ("own", "packed"):
+        cache = own_cache(model, prompt) if arm == "own" else packed_cache(model, prompt, config)
+        new, seconds = decode(model, tokenizer, ids, cache, max_tokens)
+        out["cached_tokens"] = len(ids) + len(new) - 1
+        out[arm] = {
+            "text": tokenizer.decode(new, skip_special_tokens=True),
+            "new_tokens": len(new),
+            "bytes": nbytes(model, cache),
+            "nll": float(costs[arm].nll.mean()),
+            "seconds_per_token": seconds,
+        }
+    out["dtype"] = backends.of(model).describe(model)["dtype"]
+    out["ratio"] = out["own"]["bytes"] / out["packed"]["bytes"]
+    out["nll_increase"] = out["packed"]["nll"] - out["own"]["nll"]
+    return out
