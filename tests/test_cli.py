@@ -117,3 +117,33 @@ def test_wrong_usage_exits_2():
     assert crosskv("fit", "family:S").returncode == 2
     assert crosskv("handoff", "x", "family:S", "family:L").returncode == 2
     assert crosskv("--version").stdout.strip() == __import__("crosskv").__version__
+
+
+@pytest.mark.parametrize("host", ["torch", "mlx"])
+def test_compress_shows_both_caches(host, tmp_path):
+    """Eight bits write what the host's own cache writes, and the bytes are those of the library."""
+    (tmp_path / "p.txt").write_text(family.text("heldout")[20000:21000])
+    done = crosskv(
+        "compress", "family:S", "--prompt-file", tmp_path / "p.txt", "--bits", 8, "--bits-values", 4, "--group", 32,
+        "--max-tokens", 4, "--score", 20, "--host", host, "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["own"]["text"] == said["packed"]["text"] and abs(said["nll_increase"]) < 0.05
+    assert said["config"]["bits_keys"] == 8 and said["config"]["bits_values"] == 4
+    assert said["ratio"] == said["own"]["bytes"] / said["packed"]["bytes"] > 1.5
+    assert said["own"]["bytes"] >= said["cached_tokens"] * 6 * 2 * 4 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (("--bits", 5), "bits_keys must be one of [2, 3, 4, 8], got 5"),
+        (("--score", 5000), "scored tokens of a prompt of"),
+        (("--host", "jax"), "torch; got 'jax'"),
+    ],
+)
+def test_compress_says_what_is_wrong(args, sentence, tmp_path):
+    (tmp_path / "p.txt").write_text("Once upon a time there was a captain")
+    done = crosskv("compress", "family:S", "--prompt-file", tmp_path / "p.txt", *args)
+    assert done.returncode == 1 and sentence in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr

@@ -56,8 +56,8 @@ def score(model: Any, passages: np.ndarray, prefix: int, configs: dict[str, IntC
             )
     out = {}
     for arm, parts in found.items():
-        *scores, sizes = zip(*parts, strict=True)
-        out[arm] = Cost(*(np.concatenate(x) for x in scores), bytes=sum(sizes) / len(passages))
+        nll, kl, agree = (np.concatenate([p[j] for p in parts]) for j in range(3))
+        out[arm] = Cost(nll, kl, agree, sum(p[3] for p in parts) / len(passages))
     return out
 
 
@@ -78,7 +78,8 @@ def compare(
     """
     if not 0 < scored < len(ids) - 1 or max_tokens < 1:
         raise BadInput(
-            f"Expected 1 to {len(ids) - 2} scored tokens of a prompt of {len(ids)}, and at least 1 new; got {scored}, {max_tokens}."
+            f"Expected 1 to {len(ids) - 2} scored tokens of a prompt of {len(ids)}, and at least 1 new one; "
+            f"got {scored} and {max_tokens}."
         )
     costs = score(model, np.asarray([ids]), len(ids) - scored, {"packed": config})
     prompt = np.asarray([ids[:-1]])
