@@ -11,6 +11,8 @@ import numpy as np
 from crosskv import backends, metrics
 from crosskv.compress import make_cache, nbytes
 from crosskv.errors import BadInput
+from crosskv.evals.run import Encode
+from crosskv.evals.tasks import Case
 from crosskv.store import IntConfig
 
 
@@ -59,6 +61,21 @@ def score(model: Any, passages: np.ndarray, prefix: int, configs: dict[str, IntC
         nll, kl, agree = (np.concatenate([p[j] for p in parts]) for j in range(3))
         out[arm] = Cost(nll, kl, agree, sum(p[3] for p in parts) / len(passages))
     return out
+
+
+def answers(model: Any, encode: Encode, case: Case, config: IntConfig | None) -> bool:
+    """Whether the model answers greedily with the document in its cache, packed (or the host's own, for None), and the
+    question read on top of it.
+    """
+    context, prompt = (encode(text) for text in (case.context, case.prompt))
+    full = encode(case.prompt + case.answer)
+    n = next((i for i, (a, b) in enumerate(zip(context, full, strict=False)) if a != b), len(context))
+    first = np.asarray([full[:n]])
+    cache = own_cache(model, first) if config is None else packed_cache(model, first, config)
+    logits = backends.of(model).logits(model, [full[n:]], cache)
+    best = backends.of(model).to_numpy(logits)[0].argmax(-1)
+    at = len(prompt) - n
+    return bool((best[at - 1 : -1] == np.asarray(full[len(prompt) :])).all())
 
 
 def decode(model: Any, tokenizer: Any, ids: list[int], cache: Any, limit: int) -> tuple[list[int], float]:
