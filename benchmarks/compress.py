@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+import crosskv
 from crosskv import backends, family, live, metrics, rope
 from crosskv.evals import packed, rows, run, tasks
 from crosskv.quant import dequantise, quantise
@@ -160,7 +161,8 @@ def times(model: Any, tokenizer: Any, passages: np.ndarray, setting: dict[str, A
     for _ in range(6):
         for arm, config in arms.items():
             first = ids[None, :-1]
-            cache = packed.own_cache(model, first) if config is None else packed.packed_cache(model, first, config)
+            cache = packed.own_cache(model, first)
+            cache = cache if config is None else crosskv.make_cache(model, config, cache)
             found.setdefault(arm, []).append(packed.decode(model, tokenizer, ids.tolist(), cache, 32)[1])
     base = {"name": "own", "value": float(np.median(found["own"][1:]))}
     out = []
@@ -174,8 +176,9 @@ def times(model: Any, tokenizer: Any, passages: np.ndarray, setting: dict[str, A
 
 def table(found: list[dict[str, Any]]) -> str:
     """Markdown: one line per model and arm."""
-    lines = ["| model | bits | NLL increase (95 %) | KL | top-1 | answered | bytes/token held, against float32 | packed token,"
-             " against float16 | ms/token |", "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    heads = ["model", "bits", "NLL increase (95 %)", "KL", "top-1", "answered", "bytes/token held, against float32",
+             "packed token, against float16", "ms/token"]  # fmt: skip
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     cells: dict[tuple[str, str], dict[str, Any]] = {}
     for r in found:
         cells.setdefault((r["setting"]["model"], r["setting"]["arm"]), {})[r["metric"]] = r
@@ -188,13 +191,8 @@ def table(found: list[dict[str, Any]]) -> str:
 
         time = f"{1000 * c['time']['value']:.1f}" if "time" in c else ""
         sizes = [one("bytes", "{:,.0f} ({:.2f}x)"), one("packed", "{:,.0f} ({:.2f}x)"), time]
-        lines.append(
-            "| "
-            + " | ".join(
-                [model, arm, cost, one("kl", "{:.5f}"), one("top1", "{:.3f}"), one("answered", "{:.2f}"), *sizes]
-            )
-            + " |"
-        )
+        quality = [one("kl", "{:.5f}"), one("top1", "{:.3f}"), one("answered", "{:.2f}")]
+        lines.append("| " + " | ".join([model, arm, cost, *quality, *sizes]) + " |")
     return "\n".join(lines)
 
 

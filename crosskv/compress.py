@@ -18,18 +18,20 @@ from crosskv.store import IntConfig, Store
 __all__ = ["IntConfig", "make_cache", "nbytes"]
 
 
-def make_cache(model: Any, config: IntConfig | None = None) -> Any:
-    """An empty packed cache for a live model of either host, one prompt or batch each.
+def make_cache(model: Any, config: IntConfig | None = None, cache: Any = None) -> Any:
+    """A packed cache for a live model of either host, for one prompt or batch: empty, or with the tokens of `cache`.
 
     transformers: a Cache for generate and forward, with left padding, beams, crop, reorder and deepcopy. Left padding
     counts among the sinks and the first groups. mlx-lm: a list of caches for generate and generate_step, with trim.
+    cache: the host's own one of this model (a prefilled one, or crosskv.handoff's), which is not changed.
     Layers with a sliding window keep the host's own cache. `cache.nbytes` (each cache's, in mlx-lm; `compress.nbytes`
     for the sum) is what is held. Raises MatchedKVError for models with recurrent, shared or latent caches.
     """
     config = IntConfig() if config is None else config
     if not isinstance(config, IntConfig):
         raise BadInput(f"Expected an IntConfig, got {type(config).__name__}.")
-    return backends.of(model).held_cache(model, lambda _: Store(config))
+    b = backends.of(model)
+    return b.held_cache(model, lambda _: Store(config), None if cache is None else b.read(model, cache))
 
 
 def nbytes(model: Any, cache: Any) -> int:

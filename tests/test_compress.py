@@ -225,6 +225,20 @@ def test_a_new_cache_is_empty_and_knows_nothing_of_the_last(host):
     np.testing.assert_array_equal(run(model, ids(20, 3), second), run(model, ids(20, 3), new(model)))
 
 
+@HOSTS
+def test_a_cache_that_is_there_already_can_be_packed(host):
+    """The host's own, prefilled: the same as if the tokens had been read into the packed cache; it stays as it was."""
+    model = small(host)
+    own, read = new(model), make_cache(model, EIGHT)
+    for c in (own, read):
+        run(model, ids(50, batch=2), c)
+    mine = make_cache(model, EIGHT, own)
+    assert length(mine) == length(own) == 50 and compress.nbytes(model, mine) == compress.nbytes(model, read)
+    step = ids(3, 1, batch=2)
+    np.testing.assert_array_equal(run(model, step, mine), run(model, step, read))
+    assert length(own) == 50
+
+
 def test_reset_of_a_transformers_cache():
     model = small("torch")
     mine = make_cache(model, EIGHT)

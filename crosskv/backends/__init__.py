@@ -172,9 +172,9 @@ class Models(Protocol):
         most `limit` new tokens, ended by the end-of-text token (not returned)."""
         ...
 
-    def held_cache(self, model: Any, new: Callable[[int], Held]) -> Any:
+    def held_cache(self, model: Any, new: Callable[[int], Held], layers: Layers | None = None) -> Any:
         """A cache of the host's own kind whose layer i keeps its tokens in new(i); sliding-window layers stay the
-        host's own."""
+        host's own. It starts with the tokens of `layers`."""
         ...
 
     def cache_bytes(self, cache: Any) -> int:

@@ -314,11 +314,15 @@ class HeldKVCache:
         return self.held.nbytes
 
 
-def held_cache(model: Any, new: Callable[[int], Held]) -> list[Any]:
+def held_cache(model: Any, new: Callable[[int], Held], layers: Layers | None = None) -> list[Any]:
     from mlx_lm.models.cache import KVCache, make_prompt_cache
 
     check(model)
-    return [HeldKVCache(new(i)) if type(c) is KVCache else c for i, c in enumerate(make_prompt_cache(model))]
+    caches = [HeldKVCache(new(i)) if type(c) is KVCache else c for i, c in enumerate(make_prompt_cache(model))]
+    for i, kv in (layers or {}).items():
+        caches[i].update_and_fetch(*(x.astype(_dtype(model)) for x in kv))
+    mx.eval([c.state for c in caches])
+    return caches
 
 
 def cache_bytes(cache: Any) -> int:

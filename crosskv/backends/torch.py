@@ -304,10 +304,14 @@ class HeldCache(Cache):
         return cache_bytes(self)
 
 
-def held_cache(model: Any, new: Callable[[int], Held]) -> HeldCache:
+def held_cache(model: Any, new: Callable[[int], Held], layers: Layers | None = None) -> HeldCache:
     check(model)
-    layers = DynamicCache(config=model.config).layers
-    return HeldCache(layers=[HeldLayer(new(i)) if type(x) is DynamicLayer else x for i, x in enumerate(layers)])
+    own = DynamicCache(config=model.config).layers
+    cache = HeldCache(layers=[HeldLayer(new(i)) if type(x) is DynamicLayer else x for i, x in enumerate(own)])
+    like = {"device": _device(model), "dtype": _dtype(model)}
+    for i, kv in sorted((layers or {}).items()):
+        cache.update(*(x.to(**like) for x in kv), i)
+    return cache
 
 
 def cache_bytes(cache: Any) -> int:

@@ -32,24 +32,19 @@ def own_cache(model: Any, tokens: Any) -> Any:
     return b.install(model, b.capture(model, tokens))
 
 
-def packed_cache(model: Any, tokens: Any, config: IntConfig) -> Any:
-    """A packed cache of `tokens` [B, T], read in one step."""
-    cache = make_cache(model, config)
-    backends.of(model).logits(model, tokens, cache)
-    return cache
-
-
 def score(model: Any, passages: np.ndarray, prefix: int, configs: dict[str, IntConfig], batch: int = 4) -> dict:
     """{arm: Cost} for the arms "own" and every config: passages [n, prefix + C], the first `prefix` tokens cached (the
     last of them is read on top of the packed cache), the rest scored in one step.
     """
+    b = backends.of(model)
     found: dict[str, list[tuple[Any, ...]]] = {arm: [] for arm in ("own", *configs)}
     for i in range(0, len(passages), batch):
         ids = passages[i : i + batch]
         first, last, rest = ids[:, : prefix - 1], ids[:, prefix - 1 : prefix], ids[:, prefix:]
-        reference = None
+        layers, reference = b.capture(model, first), None
         for arm in found:
-            cache = own_cache(model, first) if arm == "own" else packed_cache(model, first, configs[arm])
+            cache = b.install(model, layers)
+            cache = cache if arm == "own" else make_cache(model, configs[arm], cache)
             size = nbytes(model, cache)
             logits = metrics.continuation_logits(model, last, rest, cache)
             reference = logits if reference is None else reference
@@ -71,7 +66,8 @@ def answers(model: Any, encode: Encode, case: Case, config: IntConfig | None) ->
     full = encode(case.prompt + case.answer)
     n = next((i for i, (a, b) in enumerate(zip(context, full, strict=False)) if a != b), len(context))
     first = np.asarray([full[:n]])
-    cache = own_cache(model, first) if config is None else packed_cache(model, first, config)
+    cache = own_cache(model, first)
+    cache = cache if config is None else make_cache(model, config, cache)
     logits = backends.of(model).logits(model, [full[n:]], cache)
     best = backends.of(model).to_numpy(logits)[0].argmax(-1)
     at = len(prompt) - n
@@ -102,7 +98,8 @@ def compare(
     prompt = np.asarray([ids[:-1]])
     out: dict[str, Any] = {"config": asdict(config), "prompt_tokens": len(ids), "scored": scored}
     for arm in ("own", "packed"):
-        cache = own_cache(model, prompt) if arm == "own" else packed_cache(model, prompt, config)
+        cache = own_cache(model, prompt)
+        cache = cache if arm == "own" else make_cache(model, config, cache)
         new, seconds = decode(model, tokenizer, ids, cache, max_tokens)
         out["cached_tokens"] = len(ids) + len(new) - 1
         out[arm] = {
