@@ -305,6 +305,17 @@ def test_beams():
     assert generate(model, ids(30), make_cache(model, IntConfig(8, 8, 8, 2, 4)), num_beams=3)
 
 
+@pytest.mark.parametrize("config", [ALL_TAIL, EIGHT, IntConfig(8, 8, group=4, sinks=1, tail=0)])
+@pytest.mark.parametrize("kind", ["prompt lookup", "assistant"])
+def test_speculative_decoding_rolls_back(kind, config):
+    """The host crops what it guessed wrongly, also out of the packed part (no tail at all)."""
+    model, prompt = small("torch"), np.tile(ids(12), (1, 4))
+    more = {"prompt_lookup_num_tokens": 4} if kind == "prompt lookup" else {"assistant_model": small("torch", 2, 3)}
+    mine = make_cache(model, config)
+    assert generate(model, prompt, mine, **more)[0] == generate(model, prompt, new(model))[0]
+    assert mine.get_seq_length() == 48 + 23
+
+
 def test_prompt_already_in_the_cache_then_generate():
     model = small("torch")
     prompt = ids(40)
@@ -387,6 +398,20 @@ def test_mlx_rows_can_be_reordered():
     for c in mine:
         c.select(mx.array([1, 0]))
     close(run(model, ids(1, 5, batch=2), mine), run(model, ids(1, 5, batch=2), own), 0.05)
+
+
+@pytest.mark.parametrize("config", [ALL_TAIL, EIGHT])
+def test_mlx_speculative_decoding_rolls_back(config):
+    import mlx.core as mx
+    from mlx_lm.generate import speculative_generate_step
+
+    model, draft = small("mlx"), small("mlx", layers=2, seed=5)
+    caches = make_cache(model, config) + make_cache(draft, config)
+    prompt = mx.array(ids(40)[0])
+    steps = speculative_generate_step(
+        prompt, model, draft, num_draft_tokens=3, max_tokens=20, prompt_cache=caches
+    )  # fmt: skip
+    assert [int(t) for t, *_ in steps] == greedy(model, ids(40), None, 20)
 
 
 # ---- trained models ----
