@@ -18,7 +18,7 @@ from crosskv.errors import BadInput, MatchedKVError
 from crosskv.layout import EPS
 
 HOSTS = pytest.mark.parametrize("host", model_hosts())
-ALL_TAIL = IntConfig(2, 2, tail=1000)
+ALL_TAIL = IntConfig(2, 2, group=8, tail=1000)
 EIGHT = IntConfig(8, 8, group=8, sinks=2, tail=4)
 FOUR = IntConfig(4, 4, group=16, sinks=2, tail=8)
 
