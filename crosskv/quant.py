@@ -177,6 +177,7 @@ def _grouped(x: Array, group: int, axis: int) -> Array:
     """The axis n split into (groups, group); what the last group lacks is its last entry, repeated."""
     at = len(x.shape) + axis
     n = x.shape[at]
+    group = min(group, n)
     m = -(-n // group)
     if m * group > n:
         xp = backends.of(x).xp

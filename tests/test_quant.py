@@ -102,6 +102,7 @@ def test_outliers_of_1e4_in_half_precision_cost_only_their_channel(name, bits):
     assert (error <= 0.51 * step + 8).all()  # 8: the spacing of float16 at 1e4
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # NumPy's own, before we refuse
 @EVERY
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("axis", [-1, -2])
