@@ -127,6 +127,23 @@ def test_both_hosts_read_the_same(bits):
     assert caches[0].nbytes == sum(c.nbytes for c in caches[1])
 
 
+@HOSTS
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_models(host, dtype):
+    """The cache is read in the model's dtype, and its exact parts are held in it."""
+    model = small(host)
+    b = backends.of(model)
+    if host == "torch":
+        model = model.to(getattr(b.xp, dtype))
+    else:
+        model.set_dtype(getattr(b.xp, dtype))
+    mine, own = make_cache(model, EIGHT), new(model)
+    for part in (ids(60), ids(2, 1)):
+        got, want = (b.to_numpy(b.logits(model, part, c)).astype(np.float32) for c in (mine, own))
+    close(got, want, 0.1)
+    assert {b.dtype_of(x) for kv in b.read(model, mine).values() for x in kv} == {dtype}
+
+
 # ---- bytes ----
 
 
