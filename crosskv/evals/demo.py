@@ -17,8 +17,8 @@ from crosskv.evals import arms, report, rows, run, tasks
 
 PROMPT = "The old man looked at the sea for a long time before he spoke. At last he turned to the boy and said,"
 PAIRS = (("S", "L"), ("M", "L"))
-CONFIG = crosskv.MapperConfig(k="all", ridge_lambda="auto", n_calib_sequences=96, calib_seq_len=512, stride=1)
-PREFIX, CONTINUATION, PASSAGES = 256, 64, 24
+CONFIG = crosskv.MapperConfig(k="all", ridge_lambda="auto", n_calib_sequences=64, calib_seq_len=384, stride=1)
+PREFIX, CONTINUATION, PASSAGES = 256, 64, 16
 NEW_TOKENS = 32
 
 
