@@ -256,7 +256,7 @@ needs_adapter = pytest.mark.skipif(not ADAPTER.is_dir(), reason="the sibling's a
 
 
 def test_a_missing_adapter_is_one_sentence(tmp_path):
-    with pytest.raises(BadArtifact, match=r"ships no adapter .* yet; scripts/make_sibling\.py trains one"):
+    with pytest.raises(errors.BadArtifact, match=r"ships no adapter .* yet; scripts/make_sibling\.py trains one"):
         sibling_facts(tmp_path / "nowhere")
 
 
