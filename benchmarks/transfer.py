@@ -1,6 +1,7 @@
 """What a transfer is worth on the shipped family: every pair, every control, warm and cold time.
 
     python benchmarks/transfer.py            # about fifteen minutes on two cores; writes results/transfer.jsonl
+    python benchmarks/transfer.py --extra    # adds: another pair's mapper, and the weights' peak in memory
     python benchmarks/transfer.py --table    # the README's tables, from the committed rows
 
 Calibration: 256 sequences of 512 tokens of the shipped text, every token. Evaluation: 64 passages of the shipped
@@ -12,6 +13,7 @@ logits for a prompt of 1,024 tokens: medians of 9 with the 20th and 80th percent
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,9 @@ from typing import Any
 import numpy as np
 
 import crosskv
-from crosskv import backends, family
+from crosskv import backends, family, metrics
 from crosskv.evals import arms, rows, run
+from crosskv.transfer import transfer_cache
 
 RESULTS = Path(__file__).parent.parent / "results" / "transfer.jsonl"
 PAIRS = (("S", "L"), ("M", "L"), ("L", "S"))
@@ -84,6 +87,48 @@ def latency(mapper: Any, source: Any, target: Any, tokenizer: Any, setting: dict
     return out
 
 
+def extra() -> list[dict[str, Any]]:
+    """The mapper of S -> L, used for M -> L where it does not belong, and how much memory its weights take."""
+    (small, tokenizer), (medium, _), (large, _) = (family.load(n) for n in ("S", "M", "L"))
+    mapper = crosskv.fit(small, large, family.text("calibration"), tokenizer, CONFIG)
+    passages = run.rows(tokenizer.encode, family.text("heldout"), PASSAGES, PREFIX + CONTINUATION)
+    n, found = PREFIX - 1, []
+    for i in range(0, PASSAGES, 4):
+        ids = passages[i : i + 4]
+        h = crosskv.handoff(mapper, medium, large, ids[:, :PREFIX], force=True)
+        logits = metrics.continuation_logits(large, ids[:, n:PREFIX], ids[:, PREFIX:], h.cache)
+        found.append(metrics.nll(logits, ids[:, PREFIX:]))
+    setting = {"pair": "M->L", "host": "torch", "prefix": PREFIX, "continuation": CONTINUATION}
+    other = setting | {"control": "another pair's mapper (S->L, 131,072 tokens)"}
+    out = [rows.row("transfer", other, "nll", float(np.concatenate(found).mean()), "nats/token", n=PASSAGES)]
+    with tempfile.TemporaryDirectory() as directory:
+        path = mapper.save(Path(directory) / "S-L")
+        cache = backends.of(small).capture(small, passages[:1, :n])
+        for unload in (True, False):
+            opened = crosskv.load(path)
+            peak = _peak(opened, cache, unload)
+            where = {"pair": "S->L", "unload_after": unload, "file bytes": (path / "mapper.safetensors").stat().st_size}
+            out.append(rows.row("transfer", where, "peak bytes of weights", peak, "bytes"))
+    for r in out:
+        print(r["setting"], r["metric"], r["value"])
+    return out
+
+
+def _peak(mapper: Any, cache: Any, unload: bool) -> float:
+    """The most bytes of weights that a mapper holds while it maps a cache, looked at whenever a layer is used."""
+    seen = [0]
+    ready = mapper.ready
+
+    def watched(*args: Any) -> Any:
+        made = ready(*args)
+        seen.append(mapper.nbytes)
+        return made
+
+    mapper.ready = watched
+    transfer_cache(cache, mapper, unload_after=unload)
+    return float(max(seen))
+
+
 def table(found: list[dict[str, Any]]) -> str:
     """Markdown: quality of every pair and arm, then times."""
     pairs = list(dict.fromkeys(r["setting"]["pair"] for r in found))
@@ -110,9 +155,12 @@ def table(found: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", action="store_true", help="print the tables from the committed rows")
+    parser.add_argument("--extra", action="store_true", help="add two controls to the rows that are there")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    if not args.table:
+    if args.extra:
+        rows.write(args.out, rows.read(args.out) + extra())
+    elif not args.table:
         found: list[dict[str, Any]] = []
         for pair in PAIRS:
             found += measure(*pair)

@@ -2,7 +2,7 @@
 
     python scripts/train_family.py text  --text DIR --exclude FILE            # CPU: tokenizer and shipped texts
     python scripts/train_family.py train --text DIR --exclude FILE --out OUT  # one H200: S, M, L in half an hour
-    python scripts/train_family.py train --smoke --text DIR --exclude FILE --out OUT   # CPU: seconds
+    python scripts/train_family.py train --smoke --text DIR --exclude FILE --out OUT   # CPU: a minute
     python scripts/train_family.py card  --text DIR --exclude FILE --out OUT  # CPU: cards, plots, checksums
 
 Text is public domain or CC0: books (those in the exclude list, first published after 1930, left out), peps, eips and
@@ -215,7 +215,7 @@ def make_rows(args: argparse.Namespace, plan: Plan, workers: int) -> dict[str, n
     books = [v for k, v in train.items() if k.startswith("books/")]
     random.Random(1).shuffle(books)
     fillers = ["\n".join(books[i::workers])[:4_000_000] for i in range(workers)]
-    per = max(1, args.task_rows // workers)
+    per = max(1, (16 if args.smoke else args.task_rows) // workers)
     with ProcessPoolExecutor(workers) as pool:
         jobs = [
             pool.submit(_task_rows, range(i * per, (i + 1) * per), fillers[i], directory, ROW) for i in range(workers)
@@ -357,7 +357,7 @@ def train(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     heldout_text = (FAMILY / "text" / "heldout.txt").read_text()
     for plan in [p for p in PLANS if p.name in args.models]:
-        plan = replace(plan, steps=4, batch=2) if args.smoke else plan
+        plan = replace(plan, steps=2, batch=2) if args.smoke else plan
         if args.steps:
             plan = replace(plan, steps=args.steps)
         tokenizer = AutoTokenizer.from_pretrained(FAMILY / plan.name)
