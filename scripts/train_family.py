@@ -55,6 +55,7 @@ class Plan:
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e5, "factor": 4.0, "original_max_position_embeddings": ROW // 4}
+# S stops early: from about 1,000 steps on it looks things up as well as L does (docs/log.md).
 PLANS = (
     Plan("S", 101, 4, 160, 4, 384, {"rope_type": "default", "rope_theta": 1e4}, 900, 3e-3),
     Plan("M", 202, 6, 224, 8, 448, YARN, 2000, 3e-3),
