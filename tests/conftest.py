@@ -142,6 +142,25 @@ def greedy(model: Any, tokens: Any, cache: Any, steps: int) -> list[int]:
     return [int(t) for t, _ in steps_]
 
 
+def storage_bytes(root: Any) -> int:
+    """Bytes of every torch storage that can be reached from `root`, each counted once, views with their whole base."""
+    import gc
+
+    import torch
+
+    found, seen, queue = {}, set(), [root]
+    while queue:
+        x = queue.pop()
+        if id(x) in seen or isinstance(x, type) or type(x).__name__ in ("module", "function"):
+            continue
+        seen.add(id(x))
+        if isinstance(x, torch.Tensor):
+            found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        else:
+            queue += gc.get_referents(x)
+    return sum(found.values())
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _threads() -> None:
     import torch

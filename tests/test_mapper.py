@@ -127,11 +127,13 @@ def test_load_then_save_elsewhere_and_over_itself(planted: Planted, tmp_path: Pa
 
 def test_a_relative_path_survives_chdir(planted: Planted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    _fit(planted).save("m")
+    fitted = _fit(planted)
+    want = transfer_cache(to(planted.source, "numpy", "float32"), fitted)
+    fitted.save("m")
     mapper = crosskv.load("m")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    transfer_cache(to(planted.source, "numpy", "float32"), mapper)
+    assert error(transfer_cache(to(planted.source, "numpy", "float32"), mapper), want) == 0
 
 
 def test_a_failed_save_leaves_the_old_one(planted: Planted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
