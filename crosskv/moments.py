@@ -16,7 +16,7 @@ from jaxtyping import Float, Shaped
 
 from crosskv import backends
 
-BLOCK_ROWS = 4096
+BLOCK_ROWS = 8192
 """Rows multiplied at once: long enough to be fast, short enough that float32 sums keep their digits."""
 
 

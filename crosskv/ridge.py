@@ -72,10 +72,13 @@ def _cholesky(a: np.ndarray, b: np.ndarray, floor: float) -> np.ndarray:
 
 
 def residual(m: Moments, a: Affine) -> Float[np.ndarray, " Q"]:
-    """Sum of squared errors of `a` on the rows of `m`, per output, in closed form."""
-    w = a.weight
+    """Sum of squared errors of `a` on the rows of `m`, per output, in closed form: with xx = L + L', w'(xx)w = 2 w'Lw
+    takes a triangular product, half of a full one."""
+    w = np.asarray(a.weight, np.float64)
     r = m.mean_y - a.bias - m.mean_x @ w
-    sse = m.yy - 2 * (w * m.xy).sum(0) + (w * (m.xx @ w)).sum(0) + m.count * r * r
+    half = np.array(m.xx, order="F")
+    half.flat[:: len(half) + 1] /= 2
+    sse = m.yy + 2 * (w * (scipy.linalg.blas.dtrmm(1.0, half, w, lower=1) - m.xy)).sum(0) + m.count * r * r
     return np.maximum(sse, 0)
 
 
