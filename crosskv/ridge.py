@@ -76,17 +76,22 @@ def residual(m: Moments, a: Affine) -> Float[np.ndarray, " Q"]:
     takes a triangular product, half of a full one."""
     w = np.asarray(a.weight, np.float64)
     r = m.mean_y - a.bias - m.mean_x @ w
-    half = np.array(m.xx, order="F")
+    half = np.array(m.xx.T, order="F")
     half.flat[:: len(half) + 1] /= 2
     sse = m.yy + 2 * (w * (scipy.linalg.blas.dtrmm(1.0, half, w, lower=1) - m.xy)).sum(0) + m.count * r * r
     return np.maximum(sse, 0)
 
 
 def r2(m: Moments, a: Affine, heads: int) -> float:
-    """1 - SSE / SST per head, averaged over heads, on the rows of `m`. For a number that means something, rows that
-    did not make `a`. An output head without variance counts 1 when it is predicted and 0 when it is not.
+    """The mean of `r2_of_heads`."""
+    return float(r2_of_heads(m, a, heads).mean())
+
+
+def r2_of_heads(m: Moments, a: Affine, heads: int) -> Float[np.ndarray, " H"]:
+    """1 - SSE / SST per head, on the rows of `m`. For a number that means something, rows that did not make `a`. An
+    output head without variance counts 1 when it is predicted and 0 when it is not.
     """
     sse, sst = (x.reshape(heads, -1).sum(1) for x in (residual(m, a), m.yy))
     rounding = 1e-12 * m.count * (m.mean_y**2).reshape(heads, -1).sum(1)
     flat = sst <= rounding
-    return float(np.where(flat, sse <= rounding, 1 - sse / np.where(flat, 1, sst)).mean())
+    return np.where(flat, sse <= rounding, 1 - sse / np.where(flat, 1, sst))

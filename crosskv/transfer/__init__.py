@@ -20,7 +20,7 @@ from crosskv.errors import BadInput, MatchedKVError
 from crosskv.layout import ModelKVSpec, check_finite, check_layers, to_heads, to_rows, with_batch
 from crosskv.mapper import LayerMap, Mapper, MapperConfig, Packed, Weights, pack
 from crosskv.moments import BLOCK_ROWS, Moments, moments
-from crosskv.ridge import Affine, r2, ridge
+from crosskv.ridge import Affine, r2_of_heads, ridge
 
 __all__ = ["Mapper", "MapperConfig", "MatchedKVError", "ModelKVSpec", "fit_mapper", "load_mapper", "transfer_cache"]
 
@@ -320,11 +320,11 @@ def _best_affine(
     best: dict[int, tuple[Packed, float, float]] = {}
     for penalty in PENALTIES if config.ridge_lambda == "auto" else (float(config.ridge_lambda),):
         a = ridge(train, penalty)
-        for i in range(layers):
-            cut = slice(i * target.width, (i + 1) * target.width)
-            one = Affine(a.weight[:, cut], a.bias[cut])
-            score = r2(held.sub(slice(None), cut), one, target.n_kv_heads)
+        scores = r2_of_heads(held, a, layers * target.n_kv_heads).reshape(layers, -1).mean(1)
+        for i, score in enumerate(scores.tolist()):
             if i not in best or score > best[i][1]:
+                cut = slice(i * target.width, (i + 1) * target.width)
+                one = Affine(a.weight[:, cut], a.bias[cut])
                 best[i] = (pack(one, train.mean_x, config.dtype), score, penalty)
     return [best[i] for i in range(layers)]
 
