@@ -9,16 +9,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from crosskv.compress import IntConfig, make_cache
+    from crosskv.calibrate import Calibrated
+    from crosskv.compress import IntConfig, XKVConfig, make_cache
     from crosskv.live import Handoff, fit, handoff
     from crosskv.mapper import Mapper, MapperConfig
     from crosskv.transfer import load_mapper as load
 
 __version__ = "0.1.0"
 
-__all__ = ["Handoff", "IntConfig", "Mapper", "MapperConfig", "__version__", "fit", "handoff", "load", "make_cache"]
+__all__ = [
+    "Calibrated", "Handoff", "IntConfig", "Mapper", "MapperConfig", "XKVConfig", "__version__", "calibrate", "fit",
+    "handoff", "load", "make_cache",
+]  # fmt: skip
 
 _WHERE = {
+    "Calibrated": ("calibrate", "Calibrated"),
+    "XKVConfig": ("compress", "XKVConfig"),
     "Handoff": ("live", "Handoff"),
     "IntConfig": ("compress", "IntConfig"),
     "Mapper": ("mapper", "Mapper"),

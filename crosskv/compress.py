@@ -1,6 +1,7 @@
 """Caches that hold fewer bytes: one small frozen config per method, and the host's own kind of cache for a model.
 
-    cache = crosskv.make_cache(model, crosskv.IntConfig(bits_keys=4, bits_values=4))
+    cache = crosskv.make_cache(model, crosskv.IntConfig(bits_keys=4, bits_values=4))     up to about 5 times smaller
+    cache = crosskv.make_cache(model, crosskv.XKVConfig(basis, ratio=8))                 beyond: layers together
     transformers:  model.generate(ids, cache=cache)               (past_key_values= before 5.24)
     mlx-lm:        mlx_lm.generate(model, tokenizer, prompt, prompt_cache=cache)
 
@@ -9,29 +10,279 @@ A method is a config and a kind of `backends.Held`; the hosts' caches know nothi
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from crosskv import backends
-from crosskv.errors import BadInput
+from crosskv.backends import Array, Held
+from crosskv.calibrate import Calibrated, contiguous
+from crosskv.errors import BadInput, MatchedKVError, known_fields
+from crosskv.latent import Codec, Coder, Group, Side
+from crosskv.layout import ModelKVSpec
+from crosskv.live import measured
 from crosskv.store import IntConfig, Store
+from crosskv.subspace import BITS, Basis, allocate, check_rank, gathered, prompt_basis, runs
 
-__all__ = ["IntConfig", "make_cache", "nbytes"]
+__all__ = ["IntConfig", "KVCacheBuilder", "KVCacheConfig", "XKVConfig", "make_cache", "nbytes"]
+
+SCALE_BITS = 32
+"""A scale and a lowest value in float16, for `block` tokens of one latent."""
+MINMAX = (1.0, 1.0, 0.16, 0.029, 0.0062, 0.0015, 0.00035, 0.0000215)
+"""Mean squared error with BITS bits between the least and the largest of 32 values of a normal variable of variance 1:
+(range / (2^bits - 1))^2 / 12. One bit is never worth its scale."""
 
 
-def make_cache(model: Any, config: IntConfig | None = None, cache: Any = None) -> Any:
-    """A packed cache for a live model of either host, for one prompt or batch: empty, or with the tokens of `cache`.
+@known_fields
+@dataclass(frozen=True)
+class XKVConfig:
+    """Layers of a group compressed together (xKV): sinks and tail exact, what lies between as packed latents.
 
-    transformers: a Cache for generate and forward, with left padding, beams, crop, reorder and deepcopy. Left padding
-    counts among the sinks and the first groups. mlx-lm: a list of caches for generate and generate_step, with trim.
-    cache: the host's own one of this model (a prefilled one, or crosskv.handoff's), which is not changed.
-    Layers with a sliding window keep the host's own cache. `cache.nbytes` (each cache's, in mlx-lm; `compress.nbytes`
-    for the sum) is what is held. Raises MatchedKVError for models with recurrent, shared or latent caches.
+    basis: a Calibrated (or its directory): fitted once per model, costs a prompt nothing and compresses every token
+        as it comes: the one to use. "tokens": the paper's, fitted to each prompt, layers side by side. "features": the
+        seed page's, fitted to each prompt, one basis of head dim for all heads and layers of a group.
+    ratio: how many times fewer bytes than 2 per entry a compressed token takes. Sets ranks and bits; a basis that
+        belongs to the prompt counts.
+    group: layers per group, or "all" (a Calibrated has its own groups).
+    rank_keys, rank_values, or energy (share of the sum of squares to keep): instead of ratio. None of all: full rank.
+    bits: of a latent, 1 to 6 or 8; None keeps latents in the model's dtype; several numbers, (8, 4, 2, 0) say, are for
+        equal shares of the latents, the strongest first. With ratio the bits are allocated, unless given.
+    values: False compresses keys only.
+    sinks, tail: first and last tokens that stay exact. block: tokens that are compressed at once; with "tokens" and
+        "features" they share a scale per latent. first: the least tokens for a basis of their own.
+    exact: the dtype of sinks and tail, None for the model's: "float16" halves them in a float32 model.
+    max_tokens: refuse prompts beyond.
+    """
+
+    basis: Any = "tokens"
+    ratio: float | None = None
+    group: int | str = 4
+    rank_keys: int | None = None
+    rank_values: int | None = None
+    energy: float | None = None
+    bits: int | Sequence[int] | None = None
+    values: bool = True
+    sinks: int = 4
+    tail: int = 16
+    block: int = 32
+    first: int = 256
+    exact: str | None = None
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, low in (("sinks", 0), ("tail", 0), ("block", 1), ("first", 1), ("max_tokens", 1)):
+            value = getattr(self, name)
+            if value is None and name == "max_tokens":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise BadInput(f"{name} must be an integer of at least {low}, got {value!r}.")
+        if isinstance(self.basis, (str, Path)) and self.basis not in ("tokens", "features"):
+            object.__setattr__(self, "basis", Calibrated.load(self.basis))
+        if self.exact not in (None, "float16", "bfloat16", "float32"):
+            raise BadInput(f"exact must be float16, bfloat16, float32 or None, got {self.exact!r}.")
+        calibrated = isinstance(self.basis, Calibrated)
+        if not calibrated and self.basis not in ("tokens", "features"):
+            raise BadInput(f"basis must be a Calibrated, its directory, 'tokens' or 'features'; got {self.basis!r}.")
+        if self.group != "all" and (not isinstance(self.group, int) or isinstance(self.group, bool) or self.group < 1):
+            raise BadInput(f"group must be a number of layers, at least 1, or 'all'; got {self.group!r}.")
+        if self.energy is not None and not 0 < self.energy <= 1:
+            raise BadInput(f"energy must be above 0 and at most 1, got {self.energy!r}.")
+        if self.ratio is not None and not (isinstance(self.ratio, (int, float)) and 1 < self.ratio < 1e4):
+            raise BadInput(f"ratio must be above 1, got {self.ratio!r}.")
+        sizes = [n for n in ("rank_keys", "rank_values", "energy") if getattr(self, n) is not None]
+        if self.ratio is not None and sizes:
+            raise BadInput(f"ratio sets ranks by itself; leave {', '.join(sizes)} out, or ratio.")
+        if calibrated and (sizes or self.bits is not None or self.ratio is None or not self.values):
+            raise BadInput("With a calibrated basis give ratio alone: it sets ranks and bits of keys and values.")
+        for bits in [self.bits] if isinstance(self.bits, (int, type(None))) else self.bits:
+            if bits is not None and (bits not in BITS or (bits == 0 and isinstance(self.bits, int))):
+                raise BadInput(f"bits must be of {[b for b in BITS if b]} (or 0 for a share to drop), got {bits!r}.")
+
+
+@dataclass(frozen=True)
+class _Fixed:
+    """The codec of one group under a calibrated basis."""
+
+    both: tuple[Side, Side]
+    sinks: int
+    tail: int
+    block: int
+    exact: str | None
+    first: int = 1
+    own: bool = False
+
+    def sides(self, keys: Sequence[Array], values: Sequence[Array]) -> tuple[Side, Side]:
+        return self.both
+
+
+@dataclass(frozen=True)
+class _PerPrompt:
+    """The codec of one group whose bases are fitted to the prompt."""
+
+    config: XKVConfig
+    own: bool = True
+
+    @property
+    def sinks(self) -> int:
+        return self.config.sinks
+
+    @property
+    def tail(self) -> int:
+        return self.config.tail
+
+    @property
+    def block(self) -> int:
+        return self.config.block
+
+    @property
+    def exact(self) -> str | None:
+        return self.config.exact
+
+    @property
+    def first(self) -> int:
+        return max(self.config.first, self.config.block)
+
+    def sides(self, keys: Sequence[Array], values: Sequence[Array]) -> tuple[Side, Side]:
+        c = self.config
+        kind = "joint" if c.basis == "tokens" else "stacked"
+        b = backends.of(keys[0])
+        dtype = b.dtype_of(values[0]) if c.bits is None and c.ratio is None else "float16"
+        parts = [(keys, c.rank_keys), (values, c.rank_values)] if c.values else [(keys, c.rank_keys)]
+        found = []
+        for layers, rank in parts:
+            x = gathered(layers, kind)
+            if rank is not None:
+                check_rank(rank, x.shape[-1], "rank_keys" if layers is keys else "rank_values")
+            found.append(prompt_basis(x, kind, rank, c.energy, dtype))
+        if c.ratio is not None:
+            rows = len(keys) * keys[0].shape[1] if kind == "stacked" else 1
+            out = _within(found, rows, keys[0].shape[2], c)
+        else:
+            out = [Side(basis, Coder(_uniform(c.bits, basis.rank), None, c.block, dtype)) for basis, _ in found]
+            out = [_shortened(s) for s in out]
+        return (out[0], out[1]) if c.values else (out[0], Side(None, Coder()))
+
+
+def _uniform(bits: int | Sequence[int] | None, rank: int) -> tuple[tuple[int, int, int], ...]:
+    if bits is None:
+        return ()
+    if isinstance(bits, int):
+        return ((0, rank, bits),)
+    shares = np.array_split(np.arange(rank), len(bits))
+    return runs([b for share, b in zip(shares, bits, strict=True) for _ in share])
+
+
+def _shortened(s: Side) -> Side:
+    """Without the vectors of latents that get no bits."""
+    if s.basis is None or not s.coder.runs:
+        return s
+    kept = s.coder.runs[-1][1]
+    return replace(s, basis=replace(s.basis, vectors=backends.of(s.basis.vectors).owned(s.basis.vectors[..., :kept])))
+
+
+def _within(found: list[tuple[Basis, np.ndarray]], rows: int, tokens: int, c: XKVConfig) -> list[Side]:
+    """Ranks and bits for bases of this prompt, so that bases, codes and scales stay within the ratio.
+
+    rows: latent vectors per token. For every size of a ladder the strongest latents of keys and values are taken, and
+    the bits that are left are allocated to them; the size with the least error wins.
+    """
+    features = found[0][0].vectors.shape[-2]
+    budget = len(found) * 16 * features * rows * tokens / c.ratio
+    strongest = np.sort(np.concatenate([v for _, v in found]))[::-1]
+    each = 16 * features + rows * tokens * SCALE_BITS / c.block
+    best: tuple[float, list[np.ndarray]] | None = None
+    for n in sorted({int(x) for x in np.geomspace(len(found), len(strongest), 24)}):
+        left = (budget - n * each) / (rows * tokens)
+        if left < 2 * len(found):
+            break
+        kept = [max(1, int((v >= strongest[n - 1]).sum())) for _, v in found]
+        if isinstance(c.bits, int):
+            if c.bits * sum(kept) > left:
+                break
+            bits = [np.full(k, c.bits) for k in kept]
+        else:
+            bits = allocate([np.outer(MINMAX, v[:k]) for (_, v), k in zip(found, kept, strict=True)], left)
+        error = sum(
+            float((np.asarray(MINMAX)[np.searchsorted(BITS, b)] * v[: len(b)]).sum() + v[len(b) :].sum())
+            for b, (_, v) in zip(bits, found, strict=True)
+        )
+        if best is None or error < best[0]:
+            best = (error, bits)
+    if best is None:
+        least = len(found) * (each + 2 * rows * tokens)
+        raise BadInput(
+            f"A ratio of {c.ratio:g} cannot be reached with a basis of its own for these {tokens} tokens; at most "
+            f"{budget * c.ratio / least:.1f} can. Lower the ratio, or use a calibrated basis."
+        )
+    sides = []
+    for (basis, _), b in zip(found, best[1], strict=True):
+        b = np.where(b > 0, b, np.where(np.arange(len(b)) == 0, 2, 0))  # each keeps one latent at least
+        sides.append(_shortened(Side(basis, Coder(runs(np.sort(b)[::-1]), None, c.block))))
+    return sides
+
+
+def make_cache(model: Any, config: IntConfig | XKVConfig | None = None, cache: Any = None) -> Any:
+    """A compressed cache for a live model of either host, for one prompt or batch: empty, or with the tokens of
+    `cache`.
+
+    transformers: a Cache for generate and forward, with left padding, beams, crop, reorder and deepcopy. mlx-lm: a list
+    of caches for generate and generate_step, with trim. cache: the host's own one of this model (a prefilled one, or
+    crosskv.handoff's), which is not changed. Layers with a sliding window keep the host's own cache. `cache.nbytes`
+    (each cache's, in mlx-lm; `compress.nbytes` for the sum) is what is held; a calibrated basis, which all caches
+    share, is not in it (`Calibrated.static_bytes`). Raises MatchedKVError for models with recurrent, shared or latent
+    caches, IncompatibleModels for a basis of another model.
     """
     config = IntConfig() if config is None else config
-    if not isinstance(config, IntConfig):
-        raise BadInput(f"Expected an IntConfig, got {type(config).__name__}.")
     b = backends.of(model)
-    return b.held_cache(model, lambda _: Store(config), None if cache is None else b.read(model, cache))
+    if isinstance(config, IntConfig):
+        new: Callable[[int], Held] = lambda _: Store(config)  # noqa: E731
+    elif isinstance(config, XKVConfig):
+        members = _members(model, config)
+        new = members.__getitem__
+    else:
+        raise BadInput(f"Expected an IntConfig or XKVConfig, got {type(config).__name__}.")
+    return b.held_cache(model, new, None if cache is None else b.read(model, cache))
+
+
+def _members(model: Any, config: XKVConfig) -> dict[int, Held]:
+    """One member for every layer."""
+    spec = measured(model)
+    if any(r.lengths is not None for r in spec.ropes):
+        raise MatchedKVError(
+            "This model's RoPE changes with the length of the sequence (dynamic or longrope), so keys cannot be "
+            "un-rotated once and for all. Use crosskv.IntConfig, which keeps them as they are."
+        )
+    own = set(backends.of(model).full_layers(model))
+    out: dict[int, Held] = {}
+    for layers, codec in _codecs(model, spec, config):
+        here = [i for i in layers if i in own]
+        if isinstance(config.basis, Calibrated) and len(here) < len(layers):
+            raise MatchedKVError(
+                f"Layers {sorted(set(layers) - own)} have a sliding window, which keeps the host's own cache, and a "
+                "calibrated basis has them in a group with others. Use basis='tokens'."
+            )
+        if here:
+            group = Group(codec, here, [spec.ropes[i] for i in here], spec.n_kv_heads)
+            out |= dict(zip(here, group.members(), strict=True))
+    return out
+
+
+def _codecs(model: Any, spec: ModelKVSpec, c: XKVConfig) -> list[tuple[tuple[int, ...], Codec]]:
+    if not isinstance(c.basis, Calibrated):
+        own = backends.of(model).full_layers(model)
+        size = len(own) if c.group == "all" else int(c.group)
+        return [(tuple(own[i] for i in g), _PerPrompt(c)) for g in contiguous(len(own), size)]
+    c.basis.check_model(spec)
+    assert c.ratio is not None
+    like = backends.of(model).weight(model)
+    bits = c.basis.bits(2 * 16 * spec.n_layers * spec.width / c.ratio)
+    return [
+        (g, _Fixed((k.side(bk, like), v.side(bv, like)), c.sinks, c.tail, c.block, c.exact))
+        for g, (k, v), (bk, bv) in zip(c.basis.groups, c.basis.sides, bits, strict=True)
+    ]
 
 
 def nbytes(model: Any, cache: Any) -> int:

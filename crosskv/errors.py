@@ -1,5 +1,15 @@
 """The errors that crosskv raises. Each message says what was expected, what came, and what to do next."""
 
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any, TypeVar
+
+T = TypeVar("T", bound=type)
+
 
 class CrosskvError(Exception):
     """The parent of every error that crosskv raises on purpose."""
@@ -23,3 +33,26 @@ class BadArtifact(CrosskvError):  # noqa: N818
 
 class MissingExtra(CrosskvError, ImportError):  # noqa: N818
     """An optional dependency is not installed; says which `pip install` brings it."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """What was probably meant: "; did you mean ...?", or the list of what there is."""
+    known = list(known)
+    close = difflib.get_close_matches(str(word), known, 1)
+    return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(known)}."
+
+
+def known_fields(cls: T) -> T:
+    """Decorate a dataclass: a keyword that it lacks is BadInput with the nearest field, not a TypeError."""
+    plain = cls.__init__
+
+    @functools.wraps(plain)
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        names = [f.name for f in fields(cls) if f.init]
+        for name in options:
+            if name not in names:
+                raise BadInput(f"{cls.__name__} has no field {name!r}{nearest(name, names)}")
+        plain(self, *args, **options)
+
+    cls.__init__ = init
+    return cls

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 
 from crosskv import backends
 
@@ -77,19 +77,18 @@ def _plus_outer(a: np.ndarray, b: np.ndarray, u: np.ndarray, v: np.ndarray) -> n
     return out
 
 
-def moments(x: Shaped[Any, "N P"], y: Shaped[Any, "N Q"]) -> Moments:
-    """The moments of rows x and y, float32 or float64 arrays of any backend."""
-    b = backends.of(x)
+def moments(x: Any, y: Any) -> Moments:
+    """The moments of rows x [N, P] and y [N, Q], float32 or float64 arrays of any backend, or lists of such pieces."""
     (xc, cx, dx), (yc, cy, dy) = _centre(x), _centre(y)
-    n = x.shape[0]
+    b, n = backends.of(xc), xc.shape[0]
     return Moments(
         n,
         cx + dx,
         cy + dy,
         _recentred(xc.T @ xc, n * dx, dx),
         _recentred(xc.T @ yc, n * dx, dy),
-        b.to_numpy((yc * yc).sum(0)).astype(np.float64) - n * dy * dy,
-        2.0**-53 if b.dtype_of(x) == "float64" else 2.0**-24,
+        b.to_numpy(b.xp.einsum("nq,nq->q", yc, yc)).astype(np.float64) - n * dy * dy,
+        2.0**-53 if b.dtype_of(xc) == "float64" else 2.0**-24,
     )
 
 
@@ -103,8 +102,10 @@ def _recentred(product: Any, u: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 
 def _centre(x: Any) -> tuple[Any, np.ndarray, np.ndarray]:
-    """x - c, the centre c (the rounded mean), and what the rounding left: mean(x) - c."""
-    b = backends.of(x)
-    c = x.mean(0)
-    xc = x - c
+    """x - c in one array, the centre c (the rounded mean), and what the rounding left: mean(x) - c."""
+    pieces = x if isinstance(x, list) else [x]
+    b = backends.of(pieces[0])
+    c = sum(p.sum(0) for p in pieces) / sum(p.shape[0] for p in pieces)
+    centred = [p - c for p in pieces]
+    xc = centred[0] if len(centred) == 1 else b.xp.concatenate(centred)
     return xc, b.to_numpy(c).astype(np.float64), b.to_numpy(xc.mean(0)).astype(np.float64)

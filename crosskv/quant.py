@@ -8,7 +8,9 @@ values keep to a few channels, along the channels for values (KIVI). low and ste
 which they are kept, and the codes are taken against the rounded ones, so that the bound holds for what is stored.
 
 Codes are packed along the channels, so that tokens can be appended and cut without touching a byte. 3 bits are a plane
-of 2-bit codes and a plane of 1-bit codes.
+of 2-bit codes and a plane of 1-bit codes; 5 and 6 are likewise two planes.
+
+`Planes` holds codes whose range is known beforehand (`fixed_codes`, `fixed_values`), so that no scale is kept.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from crosskv.backends import Array
 from crosskv.errors import BadInput
 from crosskv.layout import EPS
 
-PLANES = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
+PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
 """Bits of a code -> bits of its planes, low bits first; each divides a byte."""
 TINY = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-126}
 """A step is never smaller: a group of equal values has no spread to divide by."""
@@ -85,6 +87,54 @@ class Quantised:
             step=b.owned(self.step[..., scaled, :]),
             low=b.owned(self.low[..., scaled, :]),
         )
+
+
+@dataclass(frozen=True)
+class Planes:
+    """Packed codes [..., T, D] alone; their ranges are kept elsewhere, once for all tokens."""
+
+    planes: tuple[Array, ...]
+    bits: int
+    width: int
+
+    @property
+    def length(self) -> int:
+        return self.planes[0].shape[-2]
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        return self.planes
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in self.planes)
+
+    def map(self, f: Callable[[Array], Array]) -> Planes:
+        return replace(self, planes=tuple(map(f, self.planes)))
+
+    def join(self, other: Planes) -> Planes:
+        cat = backends.of(self.planes[0]).xp.concatenate
+        return replace(self, planes=tuple(cat([a, b], -2) for a, b in zip(self.planes, other.planes, strict=True)))
+
+    def cut(self, start: int, stop: int) -> Planes:
+        b = backends.of(self.planes[0])
+        return replace(self, planes=tuple(b.owned(p[..., start:stop, :]) for p in self.planes))
+
+
+def fixed_codes(x: Shaped[Any, "*B T D"], bits: int, limits: Shaped[Any, " D"]) -> Planes:
+    """x in `bits` bits between -limits and limits, clipped: code = round((x + limit) / step), step = 2 limit / (2^bits -
+    1).
+    """
+    b = backends.of(x)
+    levels = 2**bits - 1
+    codes = b.xp.clip(b.xp.round((_wide(x) + limits) * (levels / 2 / limits)), 0, levels)
+    return Planes(pack(b.cast(codes, "uint8"), bits), bits, x.shape[-1])
+
+
+def fixed_values(q: Planes, limits: Shaped[Any, " D"]) -> Shaped[Any, "*B T D"]:
+    """code * step - limit, float32."""
+    codes = backends.of(limits).cast(unpack(q.planes, q.bits, q.width), "float32")
+    return codes * (2 / (2**q.bits - 1) * limits) - limits
 
 
 def quantise(x: Shaped[Any, "*B T D"], bits: int, group: int, axis: int, scales: str = "float16") -> Quantised:

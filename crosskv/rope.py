@@ -69,6 +69,16 @@ def tables(rope: Rope, positions: np.ndarray, like: Array | None = None, dtype: 
     return cos, sin
 
 
+def tables_at(rope: Rope, positions: Shaped[Any, "*B T"]) -> Tables:
+    """`tables` in float32 on the device of `positions`, float32 whole numbers [T] or [B, T]: for every decoded token,
+    where a trip to the host would cost more than the cosines. The angle is the same float32 number.
+    """
+    b = backends.of(positions)
+    angles = positions[..., None] * b.from_numpy(np.asarray(rope.inv_freq, np.float32), positions)
+    angles = angles if len(angles.shape) == 2 else angles[:, None]
+    return b.xp.cos(angles) * rope.scale, b.xp.sin(angles) * rope.scale
+
+
 def _check_length(rope: Rope, positions: np.ndarray) -> None:
     if rope.lengths is None or positions.size == 0:
         return

@@ -8,8 +8,7 @@ whole groups at a time, so that no token is packed twice (but for a trim that cu
 that group becomes the tail, as it was read, and is packed again later).
 
 Keys are packed as the host caches them, after RoPE: measured on the family, un-rotating them first made no difference
-above its standard error at 2 to 4 bits (docs/log.md), and it would need the position of every token, which
-transformers does not tell a cache.
+above its standard error at 2 to 4 bits (docs/log.md).
 
 Stores are values: nothing is changed in place, so a copy is free and no conversation can leak into another.
 """
@@ -22,14 +21,16 @@ from typing import Any
 
 from crosskv import backends
 from crosskv.backends import Array
-from crosskv.errors import BadInput
+from crosskv.errors import BadInput, known_fields
 from crosskv.layout import EPS
-from crosskv.quant import PLANES, Quantised, dequantise, quantise
+from crosskv.quant import Quantised, dequantise, quantise
 
 Pair = tuple[Any, Any]
 """Keys and values."""
+INT_BITS = (2, 3, 4, 8)
 
 
+@known_fields
 @dataclass(frozen=True)
 class IntConfig:
     """Plain integers: keys per channel over `group` tokens, values per token over `group` channels.
@@ -51,8 +52,8 @@ class IntConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise BadInput(f"{name} must be an integer of at least {low}, got {value!r}.")
         for name in ("bits_keys", "bits_values"):
-            if getattr(self, name) not in PLANES:
-                raise BadInput(f"{name} must be one of {list(PLANES)}, got {getattr(self, name)}.")
+            if getattr(self, name) not in INT_BITS:
+                raise BadInput(f"{name} must be one of {list(INT_BITS)}, got {getattr(self, name)}.")
         if self.scales not in EPS or self.scales == "float64":
             raise BadInput(f"scales must be float16, bfloat16 or float32, got {self.scales!r}.")
 
@@ -80,7 +81,7 @@ class Store:
     def lengths(self) -> tuple[int, int, int]:
         """Tokens in the sinks, the middle and the tail."""
         middle = 0 if self.middle is None else self.middle[0].length
-        return _tokens(self.sinks), middle, _tokens(self.tail)
+        return tokens(self.sinks), middle, tokens(self.tail)
 
     @property
     def length(self) -> int:
@@ -96,19 +97,19 @@ class Store:
         packed = () if self.middle is None else (*self.middle[0].arrays, *self.middle[1].arrays)
         return (*(self.sinks or ()), *packed, *(self.tail or ()))
 
-    def append(self, keys: Array, values: Array) -> tuple[Store, Pair]:
+    def append(self, keys: Array, values: Array, positions: Any = None) -> tuple[Store, Pair]:
         self._check(keys, values)
-        tail = (keys, values) if self.tail is None else _cat(self.tail, (keys, values))
+        tail = (keys, values) if self.tail is None else cat(self.tail, (keys, values))
         parts = [p for p in (self.sinks, self._unpacked(), tail) if p is not None]
-        whole = _cat(*parts)
+        whole = cat(*parts)
         store = replace(self, tail=tail)._folded()
         if store.tail is not None and store.tail[0] is keys:  # the model's own arrays, perhaps views of larger ones
-            store = replace(store, tail=_slice(tail, 0, _tokens(tail)))
+            store = replace(store, tail=cut(tail, 0, tokens(tail)))
         return store, whole
 
     def read(self) -> Pair | None:
         parts = [p for p in (self.sinks, self._unpacked(), self.tail) if p is not None]
-        return _cat(*parts) if parts else None
+        return cat(*parts) if parts else None
 
     def trim(self, n: int) -> Store:
         if n < 0:
@@ -120,15 +121,15 @@ class Store:
             return self.clear()
         s, m, _ = self.lengths
         if keep >= s + m:
-            return replace(self, tail=_slice(self.tail, 0, keep - s - m) if keep > s + m else None)
+            return replace(self, tail=cut(self.tail, 0, keep - s - m) if keep > s + m else None)
         if keep <= s:
-            return replace(self, sinks=_slice(self.sinks, 0, keep), middle=None, tail=None)
+            return replace(self, sinks=cut(self.sinks, 0, keep), middle=None, tail=None)
         # Into the packed part: its whole groups stay, the rest of the group that is cut through becomes the tail.
         whole = (keep - s) // self.config.group * self.config.group
         middle = self.middle
-        rest = _slice(self._unpacked(), whole, keep - s) if keep - s > whole else None
-        cut = tuple(q.cut(0, whole) for q in middle) if whole else None  # type: ignore[union-attr]
-        return replace(self, middle=cut, tail=rest)  # type: ignore[arg-type]
+        rest = cut(self._unpacked(), whole, keep - s) if keep - s > whole else None
+        kept = tuple(q.cut(0, whole) for q in middle) if whole else None  # type: ignore[union-attr]
+        return replace(self, middle=kept, tail=rest)  # type: ignore[arg-type]
 
     def map(self, f: Callable[[Array], Array]) -> Store:
         def pair(p: Pair | None) -> Any:
@@ -198,21 +199,21 @@ class Store:
             return self
         sinks = self.sinks
         if take:
-            first = _slice(self.tail, 0, take)
-            sinks = first if sinks is None else _cat(sinks, first)
+            first = cut(self.tail, 0, take)
+            sinks = first if sinks is None else cat(sinks, first)
         middle = self.middle
         if fold:
-            new = c.pack(*_slice(self.tail, take, take + fold))
+            new = c.pack(*cut(self.tail, take, take + fold))
             middle = new if middle is None else (middle[0].join(new[0]), middle[1].join(new[1]))
-        rest = _slice(self.tail, take + fold, t) if take + fold < t else None
+        rest = cut(self.tail, take + fold, t) if take + fold < t else None
         return replace(self, sinks=sinks, middle=middle, tail=rest)
 
 
-def _tokens(p: Pair | None) -> int:
+def tokens(p: Pair | None) -> int:
     return 0 if p is None else p[0].shape[-2]
 
 
-def _cat(*parts: Pair) -> Pair:
+def cat(*parts: Pair) -> Pair:
     """The pairs one after the other along the tokens."""
     if len(parts) == 1:
         return parts[0]
@@ -221,7 +222,7 @@ def _cat(*parts: Pair) -> Pair:
     return k, v
 
 
-def _slice(p: Pair | None, start: int, stop: int) -> Pair:
+def cut(p: Pair | None, start: int, stop: int) -> Pair:
     """Tokens from start to stop, in memory of their own."""
     assert p is not None
     b = backends.of(p[0])

@@ -81,9 +81,11 @@ class Arrays(Protocol):
 
 
 class Held(Protocol):
-    """The keys and values of one layer, however they are kept. A value: every operation returns a new one.
+    """The keys and values of one layer, however they are kept: every operation returns what is to be used from then
+    on.
 
-    Adapters know a compressed cache through this alone; see crosskv.store for the first kind.
+    Adapters know a compressed cache through this alone. Two kinds: `store.Store`, a value, and `latent.Member`, one
+    layer's part in a group of layers, which changes in place.
     """
 
     @property
@@ -96,8 +98,11 @@ class Held(Protocol):
         """Bytes of the arrays held."""
         ...
 
-    def append(self, keys: Array, values: Array) -> tuple[Held, tuple[Array, Array]]:
-        """With [B, H, T, D] more tokens; and all keys and values for this step's attention."""
+    def append(self, keys: Array, values: Array, positions: Any = None) -> tuple[Held, tuple[Array, Array]]:
+        """With [B, H, T, D] more tokens; and all keys and values for this step's attention.
+
+        positions: integers [T] or [B, T] with which the keys were rotated; None: as many as the tokens before.
+        """
         ...
 
     def read(self) -> tuple[Array, Array] | None:
@@ -170,6 +175,14 @@ class Models(Protocol):
     def generate(self, model: Any, tokenizer: Any, ids: Sequence[int], limit: int, cache: Any = None) -> list[int]:
         """The host's own greedy generation after the prompt `ids`, of which `cache` holds all but the last ones: at
         most `limit` new tokens, ended by the end-of-text token (not returned)."""
+        ...
+
+    def full_layers(self, model: Any) -> list[int]:
+        """The layers that keep all their tokens (no sliding window)."""
+        ...
+
+    def weight(self, model: Any) -> Array:
+        """Any weight of the model: what lies on its device."""
         ...
 
     def held_cache(self, model: Any, new: Callable[[int], Held], layers: Layers | None = None) -> Any:

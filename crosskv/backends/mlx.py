@@ -314,11 +314,22 @@ class HeldKVCache:
         return self.held.nbytes
 
 
-def held_cache(model: Any, new: Callable[[int], Held], layers: Layers | None = None) -> list[Any]:
+def full_layers(model: Any) -> list[int]:
     from mlx_lm.models.cache import KVCache, make_prompt_cache
 
     check(model)
-    caches = [HeldKVCache(new(i)) if type(c) is KVCache else c for i, c in enumerate(make_prompt_cache(model))]
+    return [i for i, c in enumerate(make_prompt_cache(model)) if type(c) is KVCache]
+
+
+def weight(model: Any) -> mx.array:
+    return next(_weights(model))
+
+
+def held_cache(model: Any, new: Callable[[int], Held], layers: Layers | None = None) -> list[Any]:
+    from mlx_lm.models.cache import make_prompt_cache
+
+    full = full_layers(model)
+    caches = [HeldKVCache(new(i)) if i in full else c for i, c in enumerate(make_prompt_cache(model))]
     for i, kv in (layers or {}).items():
         caches[i].update_and_fetch(*(x.astype(_dtype(model)) for x in kv))
     mx.eval([c.state for c in caches])

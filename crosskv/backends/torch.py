@@ -261,10 +261,11 @@ class HeldLayer(DynamicLayer):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **more: Any) -> tuple[Any, Any]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.held, both = self.held.append(key_states, value_states)
+        positions = more.get("kwargs", {}).get("position_ids")  # what the attention layer was called with
+        self.held, both = self.held.append(key_states, value_states, positions)
         return both
 
     def get_seq_length(self) -> int:
@@ -304,10 +305,18 @@ class HeldCache(Cache):
         return cache_bytes(self)
 
 
-def held_cache(model: Any, new: Callable[[int], Held], layers: Layers | None = None) -> HeldCache:
+def full_layers(model: Any) -> list[int]:
     check(model)
-    own = DynamicCache(config=model.config).layers
-    cache = HeldCache(layers=[HeldLayer(new(i)) if type(x) is DynamicLayer else x for i, x in enumerate(own)])
+    return [i for i, x in enumerate(DynamicCache(config=model.config).layers) if type(x) is DynamicLayer]
+
+
+def weight(model: Any) -> torch.Tensor:
+    return next(model.parameters())
+
+
+def held_cache(model: Any, new: Callable[[int], Held], layers: Layers | None = None) -> HeldCache:
+    own, full = DynamicCache(config=model.config).layers, full_layers(model)
+    cache = HeldCache(layers=[HeldLayer(new(i)) if i in full else x for i, x in enumerate(own)])
     like = {"device": _device(model), "dtype": _dtype(model)}
     for i, kv in sorted((layers or {}).items()):
         cache.update(*(x.to(**like) for x in kv), i)

@@ -123,8 +123,7 @@ class Stats:
         parts, self.pending[held] = self.pending[held], []
         if not parts:
             return
-        xp = backends.of(parts[0][0]).xp
-        xk, xv, yk, yv = (xp.concatenate(list(p)) if len(p) > 1 else p[0] for p in zip(*parts, strict=True))
+        xk, xv, yk, yv = (list(pieces) for pieces in zip(*parts, strict=True))
         new = (moments(xk, yk), moments(xv, yv))
         old = self.held if held else self.train
         total = tuple(a + b for a, b in zip(old, new, strict=True)) if old else new

@@ -1,0 +1,232 @@
+"""The shared subspace of a group of layers: bases, ranks, and how many bits each latent gets. docs/maths.md, section 7.
+
+    x [F]  ->  latents a = ((x - mean) / scale) V [r]  ->  x' = mean + scale * (V a)          V'V = 1
+
+`joint`: the layers of a group side by side, F = layers * heads * head dim, one latent vector per token for all of them
+(xKV, arXiv:2503.18893; with V fixed once per model it is the basis of KVTC, arXiv:2511.01815). `stacked`: layers and
+heads are rows, F = head dim, latents per layer and head, one small V for the whole group (the seed page).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Shaped
+
+from crosskv import backends
+from crosskv.backends import Array
+from crosskv.errors import BadInput
+from crosskv.layout import to_heads, to_rows
+
+BITS = (0, 1, 2, 3, 4, 5, 6, 8)
+"""What a latent may be given."""
+CLIPS = (1.0, 0.85, 0.72, 0.61, 0.52, 0.44, 0.37, 0.31, 0.26, 0.22, 0.18, 0.15, 0.12)
+"""Where a uniform quantiser may clip, as a share of the largest latent seen."""
+
+
+@dataclass(frozen=True)
+class Basis:
+    """V, mean and scale of one kind (keys or values) of one group, arrays of any backend.
+
+    vectors [B, F, r] (B is 1 when all sequences share it), mean [B, 1, F] or None, scale [1, 1, F] or None.
+    """
+
+    kind: str
+    vectors: Array
+    mean: Array | None = None
+    scale: Array | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.vectors.shape[-1]
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        return tuple(x for x in (self.vectors, self.mean, self.scale) if x is not None)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in self.arrays)
+
+    def map(self, f: Callable[[Array], Array]) -> Basis:
+        def one(x: Array | None) -> Array | None:
+            return None if x is None else f(x)
+
+        return replace(self, vectors=f(self.vectors), mean=one(self.mean), scale=one(self.scale))
+
+    def encode(self, layers: Sequence[Shaped[Any, "B H T D"]]) -> Shaped[Any, "B M T r"]:
+        """Latents of the group's layers; M = 1 when joint, layers * heads when stacked."""
+        x = _wide(gathered(layers, self.kind))
+        x = x if self.mean is None else x - _wide(self.mean)[:, None]
+        x = x if self.scale is None else x / _wide(self.scale)[:, None]
+        return x @ _wide(self.vectors)[:, None]
+
+    def decode(self, latents: Shaped[Any, "B M T r"], layer: int, layers: int, heads: int) -> Shaped[Any, "B H T D"]:
+        """One layer of the group (its place in it, not its number in the model), rebuilt in float32."""
+        if self.kind == "stacked":
+            latents, part = latents[:, layer * heads : (layer + 1) * heads], slice(None)
+        else:
+            width = self.vectors.shape[-2] // layers
+            part = slice(layer * width, (layer + 1) * width)
+        x = _wide(latents) @ _wide(self.vectors[:, part]).swapaxes(-1, -2)[:, None]
+        x = x if self.scale is None else x * _wide(self.scale[..., part])[:, None]
+        x = x if self.mean is None else x + _wide(self.mean[..., part])[:, None]
+        return x if self.kind == "stacked" else to_heads(x[:, 0], heads)
+
+
+def gathered(layers: Sequence[Shaped[Any, "B H T D"]], kind: str) -> Shaped[Any, "B M T F"]:
+    """The layers of a group as the matrix that a basis is for."""
+    xp = backends.of(layers[0]).xp
+    if kind == "stacked":
+        return xp.concatenate(list(layers), 1)
+    return xp.concatenate([to_rows(x) for x in layers], -1)[:, None]
+
+
+def _wide(x: Array) -> Array:
+    b = backends.of(x)
+    return x if b.dtype_of(x) == "float64" else b.cast(x, "float32")
+
+
+# ---- a basis per prompt ----
+
+
+def prompt_basis(
+    x: Shaped[Any, "B M T F"], kind: str, rank: int | None, energy: float | None, dtype: str, seed: int = 0
+) -> tuple[Basis, Float[np.ndarray, " r"]]:
+    """The leading right singular vectors of the rows of x, per sequence, and the mean square of each latent.
+
+    rank: how many (at most F and the number of rows); or energy: as many as hold this share of the sum of squares, in
+    every sequence. `stacked` takes the mean out first, as the seed page does; `joint` does not, as in the paper.
+    """
+    b, (n, m, t, f) = backends.of(x), x.shape
+    x = _wide(x)
+    x = x.reshape(n, m * t, f)
+    mean = x.mean(1, keepdims=True) if kind == "stacked" else None
+    x = x if mean is None else x - mean
+    most = min(f, m * t)
+    want = most if rank is None else min(rank, most)
+    vectors, squares = _right_vectors(x, want, seed)
+    if energy is not None:
+        total = b.to_numpy((x * x).sum(-1).sum(-1)).astype(np.float64)
+        share = np.cumsum(squares, -1) / np.where(total > 0, total, 1)[:, None]
+        want = max(1, min(want, int((share < energy * (1 - 1e-9)).sum(-1).max()) + 1))
+    vectors = b.cast(vectors[..., :want], dtype)
+    mean = None if mean is None else b.cast(mean, dtype)
+    return Basis(kind, vectors, mean), squares[:, :want].mean(0) / (m * t)
+
+
+def _right_vectors(x: Shaped[Any, "B N F"], rank: int, seed: int) -> tuple[Array, np.ndarray]:
+    """(V [B, F, rank], squared singular values [B, rank]), largest first.
+
+    From the smaller Gram matrix when the rank is near its size, else by a range finder with two power steps (Halko,
+    Martinsson and Tropp 2011, algorithm 4.4). All large products run on the device; the host factors only the small
+    symmetric matrices, in float64.
+    """
+    b = backends.of(x)
+    n, rows, f = x.shape
+    if 2 * (rank + 8) >= min(rows, f):
+        if f <= rows:
+            values, v = _eigh(x.swapaxes(-1, -2) @ x)
+            return b.from_numpy(v[..., :rank], x, "float32"), values[:, :rank]
+        sketch = x
+    else:
+        omega = np.random.default_rng(seed).standard_normal((f, rank + 8)).astype(np.float32)
+        y = x @ b.from_numpy(omega, x, "float32")
+        for _ in range(2):
+            y = x @ (x.swapaxes(-1, -2) @ _orthonormal(y))
+        sketch = _orthonormal(y).swapaxes(-1, -2) @ x
+    values, u = _eigh(sketch @ sketch.swapaxes(-1, -2))
+    values, u = values[:, :rank], u[..., :rank]
+    # a direction without energy has no vector of its own; dividing by its rounding would make one of noise
+    inverse = np.where(values > 1e-12 * values[:, :1], 1 / np.sqrt(np.maximum(values, 1e-300)), 0)
+    return sketch.swapaxes(-1, -2) @ b.from_numpy(u * inverse[:, None], x, "float32"), values
+
+
+def _orthonormal(y: Shaped[Any, "B N l"]) -> Shaped[Any, "B N l"]:
+    """An orthonormal basis of the columns, from their Gram matrix; what is below rounding is dropped (zero columns)."""
+    b = backends.of(y)
+    values, u = _eigh(y.swapaxes(-1, -2) @ y)
+    inverse = np.where(values > 1e-10 * values[:, :1], 1 / np.sqrt(np.maximum(values, 1e-300)), 0)
+    return y @ b.from_numpy(u * inverse[:, None], y, "float32")
+
+
+def _eigh(gram: Shaped[Any, "B l l"]) -> tuple[np.ndarray, np.ndarray]:
+    """Eigenvalues (not negative) and eigenvectors, largest first, float64 on the host."""
+    values, u = np.linalg.eigh(backends.of(gram).to_numpy(gram).astype(np.float64))
+    return np.maximum(values[..., ::-1], 0), np.ascontiguousarray(u[..., ::-1])
+
+
+# ---- bits ----
+
+
+def allocate(errors: Sequence[Float[np.ndarray, "options r"]], budget: float) -> list[np.ndarray]:
+    """Bits for every latent so that the sum of errors is least while the sum of bits is at most `budget`.
+
+    errors: one table per kind of latents, row i the error with BITS[i] bits. Each latent's table is replaced by its
+    lower convex hull; then bits are given where an error falls most per bit (reverse water-filling for tables).
+    Returns the bits of each table's latents.
+    """
+    table = np.concatenate([np.asarray(e, np.float64) for e in errors], 1)
+    gains, costs, owners, options = [], [], [], []
+    for column in range(table.shape[1]):
+        at = 0
+        while at < len(BITS) - 1:  # the steepest way down from here is an edge of the hull
+            slopes = [(table[at, column] - table[j, column]) / (BITS[j] - BITS[at]) for j in range(at + 1, len(BITS))]
+            best = int(np.argmax(slopes))
+            if slopes[best] <= 0:
+                break
+            to = at + 1 + best
+            gains.append(slopes[best])
+            costs.append(BITS[to] - BITS[at])
+            owners.append(column)
+            options.append(to)
+            at = to
+    chosen = np.zeros(table.shape[1], int)
+    order = np.argsort(-np.asarray(gains), kind="stable")
+    left = budget
+    stopped = np.zeros(table.shape[1], bool)
+    for i in order:
+        if costs[i] > left or stopped[owners[i]]:
+            stopped[owners[i]] = True
+            continue
+        left -= costs[i]
+        chosen[owners[i]] = options[i]
+    bits = np.asarray(BITS)[chosen]
+    return np.split(bits, np.cumsum([e.shape[1] for e in errors])[:-1])
+
+
+def fixed_steps(latents: Float[np.ndarray, "N r"]) -> tuple[np.ndarray, np.ndarray]:
+    """(limits, errors), each [options, r]: for every number of bits, where a uniform quantiser of a latent should clip
+    so that the mean squared error on these rows is least, and that error. docs/maths.md, section 7.
+    """
+    largest = np.maximum(np.abs(latents).max(0), 1e-30)
+    limits = np.zeros((len(BITS), latents.shape[1]))
+    errors = np.zeros_like(limits)
+    errors[0] = (latents**2).mean(0)
+    x = (latents / largest).astype(np.float32)
+    for i, bits in enumerate(BITS[1:], 1):
+        found = np.stack([_clipped_error(x, c, bits) for c in CLIPS])
+        best = found.argmin(0)
+        limits[i] = np.asarray(CLIPS)[best] * largest
+        errors[i] = found[best, np.arange(len(best))] * largest**2
+    return limits, np.minimum.accumulate(errors, 0)
+
+
+def _clipped_error(x: np.ndarray, limit: float, bits: int) -> np.ndarray:
+    step = np.float32(2 * limit / (2**bits - 1))
+    codes = np.clip(np.rint((x + np.float32(limit)) / step), 0, 2**bits - 1)
+    return ((codes * step - np.float32(limit) - x) ** 2).mean(0)
+
+
+def runs(bits: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+    """(start, stop, bits) of the stretches of equal bits; those with none are left out."""
+    cuts = [0, *(i for i in range(1, len(bits)) if bits[i] != bits[i - 1]), len(bits)]
+    return tuple((a, b, int(bits[a])) for a, b in zip(cuts, cuts[1:], strict=False) if b > a and bits[a] > 0)
+
+
+def check_rank(rank: Any, most: int, name: str) -> None:
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= most:
+        raise BadInput(f"{name} must be an integer from 1 to {most}, got {rank!r}.")
