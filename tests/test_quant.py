@@ -143,7 +143,7 @@ def test_what_would_break_a_group_is_refused():
         q.cut(0, 5)
 
 
-@pytest.mark.parametrize("wrong", [{"bits": 5}, {"group": 0}, {"axis": 0}, {"scales": "int8"}])
+@pytest.mark.parametrize("wrong", [{"bits": 7}, {"group": 0}, {"axis": 0}, {"scales": "int8"}])
 def test_wrong_options_are_refused(wrong):
     options = {"bits": 4, "group": 8, "axis": -1, "scales": "float16", **wrong}
     with pytest.raises(BadInput, match="Expected bits of"):
