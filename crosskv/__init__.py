@@ -9,30 +9,38 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from crosskv.calibrate import Calibrated
-    from crosskv.compress import IntConfig, XKVConfig, make_cache
+    from crosskv.calibrated import Calibrated, calibrate
+    from crosskv.compress import IntConfig, KVCacheBuilder, KVCacheConfig, XKVConfig, make_cache
     from crosskv.live import Handoff, fit, handoff
     from crosskv.mapper import Mapper, MapperConfig
+    from crosskv.parking import park, resume
+    from crosskv.planner import plan
     from crosskv.transfer import load_mapper as load
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Calibrated", "Handoff", "IntConfig", "Mapper", "MapperConfig", "XKVConfig", "__version__", "calibrate", "fit",
-    "handoff", "load", "make_cache",
+    "Calibrated", "Handoff", "IntConfig", "KVCacheBuilder", "KVCacheConfig", "Mapper", "MapperConfig", "XKVConfig",
+    "__version__", "calibrate", "fit", "handoff", "load", "make_cache", "park", "plan", "resume",
 ]  # fmt: skip
 
 _WHERE = {
-    "Calibrated": ("calibrate", "Calibrated"),
+    "Calibrated": ("calibrated", "Calibrated"),
+    "KVCacheBuilder": ("compress", "KVCacheBuilder"),
+    "KVCacheConfig": ("compress", "KVCacheConfig"),
     "XKVConfig": ("compress", "XKVConfig"),
     "Handoff": ("live", "Handoff"),
     "IntConfig": ("compress", "IntConfig"),
     "Mapper": ("mapper", "Mapper"),
     "MapperConfig": ("mapper", "MapperConfig"),
+    "calibrate": ("calibrated", "calibrate"),
     "fit": ("live", "fit"),
     "handoff": ("live", "handoff"),
     "load": ("transfer", "load_mapper"),
     "make_cache": ("compress", "make_cache"),
+    "park": ("parking", "park"),
+    "plan": ("planner", "plan"),
+    "resume": ("parking", "resume"),
 }
 
 

@@ -19,11 +19,12 @@ import numpy as np
 
 from crosskv import backends
 from crosskv.backends import Array, Held
-from crosskv.calibrate import Calibrated, contiguous
-from crosskv.errors import BadInput, MatchedKVError, known_fields
+from crosskv.calibrated import Calibrated, contiguous
+from crosskv.errors import BadInput, MatchedKVError, known_fields, nearest
 from crosskv.latent import Codec, Coder, Group, Side
 from crosskv.layout import ModelKVSpec
 from crosskv.live import measured
+from crosskv.quant import PLANES
 from crosskv.store import IntConfig, Store
 from crosskv.subspace import BITS, Basis, allocate, check_rank, gathered, prompt_basis, runs
 
@@ -111,6 +112,7 @@ class _Fixed:
     tail: int
     block: int
     exact: str | None
+    max_tokens: int | None
     first: int = 1
     own: bool = False
 
@@ -140,6 +142,10 @@ class _PerPrompt:
     @property
     def exact(self) -> str | None:
         return self.config.exact
+
+    @property
+    def max_tokens(self) -> int | None:
+        return self.config.max_tokens
 
     @property
     def first(self) -> int:
@@ -244,7 +250,7 @@ def make_cache(model: Any, config: IntConfig | XKVConfig | None = None, cache: A
         new = members.__getitem__
     else:
         raise BadInput(f"Expected an IntConfig or XKVConfig, got {type(config).__name__}.")
-    return b.held_cache(model, new, None if cache is None else b.read(model, cache))
+    return b.held_cache(model, new, None if cache is None else b.read(model, cache), (measured(model), config))
 
 
 def _members(model: Any, config: XKVConfig) -> dict[int, Held]:
@@ -280,11 +286,77 @@ def _codecs(model: Any, spec: ModelKVSpec, c: XKVConfig) -> list[tuple[tuple[int
     like = backends.of(model).weight(model)
     bits = c.basis.bits(2 * 16 * spec.n_layers * spec.width / c.ratio)
     return [
-        (g, _Fixed((k.side(bk, like), v.side(bv, like)), c.sinks, c.tail, c.block, c.exact))
+        (g, _Fixed((k.side(bk, like), v.side(bv, like)), c.sinks, c.tail, c.block, c.exact, c.max_tokens))
         for g, (k, v), (bk, bv) in zip(c.basis.groups, c.basis.sides, bits, strict=True)
     ]
+
+
+def int_bytes(spec: ModelKVSpec, c: IntConfig, tokens: int) -> int:
+    """What `tokens` tokens of one sequence take under plain integers in a half-precision model, a full tail included."""
+    exact = min(tokens, c.sinks + c.tail + c.group - 1)
+    scale = 2 if c.scales != "float32" else 4
+    channels = spec.n_kv_heads * -(-spec.head_dim // min(c.group, spec.head_dim))
+
+    def codes(bits: int) -> int:
+        return spec.n_kv_heads * sum(-(-spec.head_dim * plane // 8) for plane in PLANES[bits])
+
+    token = codes(c.bits_keys) + codes(c.bits_values) + 2 * scale * (spec.width / c.group + channels)
+    return round(spec.n_layers * ((tokens - exact) * token + exact * 2 * 2 * spec.width))
 
 
 def nbytes(model: Any, cache: Any) -> int:
     """Bytes of the arrays that a cache of this model holds now, ours or the host's own."""
     return backends.of(model).cache_bytes(cache)
+
+
+# ---- the seed page's names ----
+
+
+@known_fields
+@dataclass(frozen=True)
+class KVCacheConfig:
+    """The seed page's options of method "xkv": keys of the layers of a group in one basis, values as they are."""
+
+    method: str = "xkv"
+    head_dim: int | None = None
+    xkv_group_size: int = 2
+    xkv_rank: int | None = None
+    xkv_energy_threshold: float = 0.95
+    xkv_latent_bits: int = 4
+    xkv_group_quant_size: int = 32
+    xkv_max_ctx: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.method != "xkv":
+            raise BadInput(f"method must be 'xkv', got {self.method!r}{nearest(self.method, ['xkv'])} For plain "
+                           "integers use crosskv.IntConfig, for all else crosskv.XKVConfig.")  # fmt: skip
+        if self.head_dim is not None and self.xkv_rank is not None:
+            check_rank(self.xkv_rank, self.head_dim, "xkv_rank")
+        self.config()
+
+    def config(self) -> XKVConfig:
+        """The same as an XKVConfig."""
+        return XKVConfig(
+            "features",
+            group=self.xkv_group_size,
+            rank_keys=self.xkv_rank,
+            energy=None if self.xkv_rank is not None else self.xkv_energy_threshold,
+            bits=self.xkv_latent_bits,
+            block=self.xkv_group_quant_size,
+            values=False,
+            max_tokens=self.xkv_max_ctx,
+        )
+
+
+class KVCacheBuilder:
+    """The seed page's door to make_cache."""
+
+    @staticmethod
+    def for_model(model: Any, config: KVCacheConfig) -> Any:
+        """The host's own kind of cache, for one prompt: build another for the next one. Raises BadInput when head_dim
+        is not the model's.
+        """
+        dim = measured(model).head_dim
+        if config.head_dim not in (None, dim):
+            raise BadInput(f"head_dim is {config.head_dim}, but this model has {dim}. Leave it out to take the model's.")
+        return make_cache(model, config.config())

@@ -13,18 +13,20 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from crosskv.errors import BadArtifact, BadInput
 
-_NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "uint16": "BF16", "int64": "I64"}
+_NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "uint16": "BF16", "int64": "I64", "uint8": "U8"}
 _DTYPES = {v: np.dtype(k) for k, v in _NAMES.items()}
 
 
-def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> None:
     """A safetensors file. uint16 arrays are written as bfloat16."""
-    header, offset = {}, 0
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    offset = 0
     for name, a in tensors.items():
         header[name] = {"dtype": _NAMES[a.dtype.name], "shape": a.shape, "data_offsets": [offset, offset + a.nbytes]}
         offset += a.nbytes
@@ -50,7 +52,7 @@ class Tensors:
                 if not 0 < size <= end - 8:
                     raise ValueError("header length")
                 self._header = json.loads(f.read(size))
-            self._header.pop("__metadata__", None)
+            self.metadata: dict[str, str] = self._header.pop("__metadata__", None) or {}
             self._start = 8 + size
             stops = [e["data_offsets"][1] for e in self._header.values()]
         except (OSError, ValueError, KeyError, TypeError) as e:

@@ -133,12 +133,14 @@ class Codec(Protocol):
     first: int
     own: bool
     exact: str | None
+    max_tokens: int | None
 
     def sides(self, keys: Sequence[Array], values: Sequence[Array]) -> tuple[Side, Side]:
         """Bases for these tokens: [B, H, T, D] per layer of the group, keys un-rotated.
 
         Asked again for every stretch of at least `first` tokens; `own`: the bases belong to the prompt (they count
         among its bytes), not to the model. `exact`: the dtype of sinks and tail, None for the model's.
+        `max_tokens`: what a prompt may have.
         """
         ...
 
@@ -432,6 +434,12 @@ class Group:
             )
         if min(self.asked) < self.done:
             raise BadInput(self._apart(f"not every layer was asked to {self.last[0]}"))
+        most = self.codec.max_tokens
+        if most is not None and self.length(j) + keys.shape[-2] > most:
+            raise BadInput(
+                f"{self.length(j) + keys.shape[-2]} tokens, but this cache is for at most {most} (xkv_max_ctx, "
+                "max_tokens). Raise the limit or shorten the prompt."
+            )
         if self.length(j) > min(self.length(i) for i in range(len(self.layers))):
             raise BadInput(self._apart(f"layer {self.layers[j]} gets tokens again before the others have theirs"))
         held = self.sinks[j] or self.tails[j]

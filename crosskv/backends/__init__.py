@@ -185,9 +185,20 @@ class Models(Protocol):
         """Any weight of the model: what lies on its device."""
         ...
 
-    def held_cache(self, model: Any, new: Callable[[int], Held], layers: Layers | None = None) -> Any:
+    def held_cache(
+        self, model: Any, new: Callable[[int], Held], layers: Layers | None = None, about: Any = None
+    ) -> Any:
         """A cache of the host's own kind whose layer i keeps its tokens in new(i); sliding-window layers stay the
-        host's own. It starts with the tokens of `layers`."""
+        host's own. It starts with the tokens of `layers`; `about` goes along with it."""
+        ...
+
+    def held(self, cache: Any) -> tuple[list[Held | None], Any]:
+        """What each layer of a `held_cache` is kept in (None: the host's own way), and its `about`. BadInput for
+        another cache."""
+        ...
+
+    def put(self, cache: Any, layer: int, held: Held) -> None:
+        """Let a layer of a `held_cache` keep its tokens in `held`."""
         ...
 
     def cache_bytes(self, cache: Any) -> int:
@@ -226,7 +237,7 @@ def host(name: str) -> Backend:
 
 @functools.cache
 def _of_type(kind: type) -> Backend | None:
-    roots = {c.__module__.split(".")[0] for c in kind.__mro__}
+    roots = {c.__module__.removeprefix(f"{__name__}.").split(".")[0] for c in kind.__mro__}
     return next((load(n) for n in names() if n in roots), None)
 
 

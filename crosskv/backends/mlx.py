@@ -260,8 +260,8 @@ class HeldKVCache:
     No attribute here may be called bits or group_size: mlx-lm would take the arrays for its own quantised ones.
     """
 
-    def __init__(self, new: Held):
-        self.held = new
+    def __init__(self, new: Held, about: Any = None):
+        self.held, self.about = new, about
 
     @property
     def offset(self) -> int:
@@ -325,15 +325,28 @@ def weight(model: Any) -> mx.array:
     return next(_weights(model))
 
 
-def held_cache(model: Any, new: Callable[[int], Held], layers: Layers | None = None) -> list[Any]:
+def held_cache(
+    model: Any, new: Callable[[int], Held], layers: Layers | None = None, about: Any = None
+) -> list[Any]:
     from mlx_lm.models.cache import make_prompt_cache
 
     full = full_layers(model)
-    caches = [HeldKVCache(new(i)) if i in full else c for i, c in enumerate(make_prompt_cache(model))]
+    caches = [HeldKVCache(new(i), about) if i in full else c for i, c in enumerate(make_prompt_cache(model))]
     for i, kv in (layers or {}).items():
         caches[i].update_and_fetch(*(x.astype(_dtype(model)) for x in kv))
     mx.eval([c.state for c in caches])
     return caches
+
+
+def held(cache: Any) -> tuple[list[Held | None], Any]:
+    own = [c for c in cache if isinstance(c, HeldKVCache)] if isinstance(cache, (list, tuple)) else []
+    if not own:
+        raise BadInput(f"Expected a cache made by crosskv.make_cache, got {type(cache).__name__}.")
+    return [c.held if isinstance(c, HeldKVCache) else None for c in cache], own[0].about
+
+
+def put(cache: Any, layer: int, held: Held) -> None:
+    cache[layer].held = held
 
 
 def cache_bytes(cache: Any) -> int:

@@ -299,6 +299,8 @@ class HeldLayer(DynamicLayer):
 class HeldCache(Cache):
     """A transformers cache of `HeldLayer`s, with the host's own layers where a window slides."""
 
+    about: Any = None
+
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays that the cache holds now."""
@@ -314,13 +316,26 @@ def weight(model: Any) -> torch.Tensor:
     return next(model.parameters())
 
 
-def held_cache(model: Any, new: Callable[[int], Held], layers: Layers | None = None) -> HeldCache:
+def held_cache(
+    model: Any, new: Callable[[int], Held], layers: Layers | None = None, about: Any = None
+) -> HeldCache:
     own, full = DynamicCache(config=model.config).layers, full_layers(model)
     cache = HeldCache(layers=[HeldLayer(new(i)) if i in full else x for i, x in enumerate(own)])
+    cache.about = about
     like = {"device": _device(model), "dtype": _dtype(model)}
     for i, kv in sorted((layers or {}).items()):
         cache.update(*(x.to(**like) for x in kv), i)
     return cache
+
+
+def held(cache: Any) -> tuple[list[Held | None], Any]:
+    if not isinstance(cache, HeldCache):
+        raise BadInput(f"Expected a cache made by crosskv.make_cache, got {type(cache).__name__}.")
+    return [layer.held if isinstance(layer, HeldLayer) else None for layer in cache.layers], cache.about
+
+
+def put(cache: Any, layer: int, held: Held) -> None:
+    cache.layers[layer].held = held
 
 
 def cache_bytes(cache: Any) -> int:
