@@ -225,7 +225,7 @@ def calibrate(
     together = [tuple(range(spec.n_layers))] if grouping == "cka" else list(groups)
     total = _moments(model, spec, fit_on, together, skip, batch_size, progress)
     if grouping == "cka":
-        groups = alike(*total[0], spec, size)
+        groups = alike(total[0], spec, size)
         total = [tuple(m.sub(_columns(g, spec.width), slice(0, 1)) for m in total[0]) for g in groups]
     weights = sensitivity(model, held)
     fitted = [
@@ -259,7 +259,7 @@ def contiguous(layers: int, size: int) -> list[tuple[int, ...]]:
     return [tuple(range(i, min(i + size, layers))) for i in range(0, layers, size)]
 
 
-def alike(keys: Moments, values: Moments, spec: ModelKVSpec, size: int) -> list[tuple[int, ...]]:
+def alike(kinds: Sequence[Moments], spec: ModelKVSpec, size: int) -> list[tuple[int, ...]]:
     """Groups of at most `size` layers, built by joining the two groups with the highest mean linear CKA, over and over.
 
     CKA(i, j) = |C_ij|^2 / (|C_ii| |C_jj|), C the centred second moments between layers, Frobenius norms (Kornblith et
@@ -267,10 +267,10 @@ def alike(keys: Moments, values: Moments, spec: ModelKVSpec, size: int) -> list[
     """
     n, p = spec.n_layers, spec.width
     similar = np.zeros((n, n))
-    for m in (keys, values):
+    for m in kinds:
         norms = (m.xx.reshape(n, p, n, p) ** 2).sum((1, 3))
         d = np.sqrt(np.diagonal(norms))
-        similar += norms / np.outer(d, d) / 2
+        similar += norms / np.outer(d, d) / len(kinds)
     groups = [[i] for i in range(n)]
     while True:
         pairs = [

@@ -1,4 +1,4 @@
-"""The command line: `crosskv demo`, `fit`, `handoff`, `compress`, `inspect`, `fetch`, `doctor`."""
+"""The command line: `crosskv demo`, `fit`, `handoff`, `calibrate`, `plan`, `compress`, `inspect`, `fetch`, `doctor`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from crosskv import __version__, backends
 from crosskv.errors import BadInput, CrosskvError, MissingExtra
 
 app = typer.Typer(
-    help="Reuse one language model's KV cache in another.",
+    help="Reuse one language model's KV cache in another, and shrink it.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -286,41 +286,140 @@ def _heat(value: float) -> str:
 
 
 @app.command()
+def calibrate(
+    model: Annotated[str, typer.Argument(help=MODEL)],
+    data: Annotated[list[Path], typer.Option("--data", help="text files to calibrate on; repeat for more")],
+    directory: Annotated[Path, typer.Option("--out", "-o", help="where the basis is written")],
+    group: Annotated[
+        str, typer.Option(help="layers that share latents: a number (1 to 4 for caches in use), or all (parked caches)")
+    ] = "4",
+    grouping: Annotated[str, typer.Option(help="contiguous, or cka: layers that are alike")] = "contiguous",
+    sequences: Annotated[int, typer.Option(help="calibration sequences")] = 128,
+    length: Annotated[int, typer.Option(help="tokens of a sequence")] = 1024,
+    host: Host = "torch",
+    as_json: Json = False,
+) -> None:
+    """Fit the basis that compresses a model's caches, once per model.
+
+    Example: crosskv calibrate family:L --data book.txt -o bases/L
+    """
+    import crosskv
+
+    texts = [_read(file) for file in data]
+    opened, tokenizer = open_model(model, host)
+    started = time.perf_counter()
+    basis = crosskv.calibrate(
+        opened, texts, tokenizer, group=_number(group, int), grouping=grouping, count=sequences, length=length
+    )
+    path = basis.save(directory)
+    seconds = time.perf_counter() - started
+    if as_json:
+        print(json.dumps({"path": str(path), "seconds": seconds, "groups": basis.groups, "about": basis.about}))
+    else:
+        out.print(f"{len(basis.groups)} groups of layers, {basis.about['tokens']:,} tokens; written to {path} in "
+                  f"{seconds:.0f} s")  # fmt: skip
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help=MODEL)],
+    ratio: Annotated[float | None, typer.Option(help="how many times fewer bytes than 2 per entry")] = None,
+    bytes_per_token: Annotated[float | None, typer.Option(help="instead of --ratio")] = None,
+    context: Annotated[str, typer.Option(help="tokens of a sequence: 4096, 32k")] = "4096",
+    basis: Annotated[Path | None, typer.Option(help="what `crosskv calibrate` wrote")] = None,
+    host: Host = "torch",
+    as_json: Json = False,
+) -> None:
+    """Say what a budget of bytes buys: which method, how many bytes in all, what is static and when that pays.
+
+    Example: crosskv plan family:L --ratio 8 --context 2k --basis bases/L
+    """
+    import crosskv
+
+    opened, _ = open_model(model, host)
+    found = crosskv.plan(opened, ratio, _tokens(context), _basis(basis), bytes_per_token)
+    if as_json:
+        print(json.dumps([_plan_json(p) for p in found]))
+        return
+    table = Table("", "method", "ratio", "bytes", "static bytes", "pays from", "KL to expect", "")
+    for i, p in enumerate(found):
+        pays = "" if p.breakeven is None else f"{p.breakeven:,} cached tokens"
+        kl = "" if p.kl is None else f"{p.kl:.4f}"
+        word = "use" if i == 0 else "or"
+        table.add_row(
+            word, type(p.config).__name__, f"{p.ratio:.1f}x", f"{p.bytes:,}", f"{p.static:,}", pays, kl, p.why
+        )
+    out.print(table)
+    out.print(f"for one sequence of {_tokens(context):,} tokens, sinks and a full tail included, in half precision",
+              style="dim")  # fmt: skip
+
+
+def _tokens(text: str) -> int:
+    """4096, 32k, 1M."""
+    scale = {"k": 1024, "m": 1024**2}.get(text[-1:].lower(), 1)
+    try:
+        return int(float(text[:-1] if scale > 1 else text) * scale)
+    except ValueError:
+        raise BadInput(f"context must be a number of tokens, like 4096 or 32k; got {text!r}") from None
+
+
+def _basis(path: Path | None) -> Any:
+    from crosskv.calibrated import Calibrated
+
+    return None if path is None else Calibrated.load(path)
+
+
+def _plan_json(p: Any) -> dict[str, Any]:
+    facts = {k: getattr(p, k) for k in ("bytes", "ratio", "static", "breakeven", "kl", "why")}
+    return {"method": type(p.config).__name__, **facts}
+
+
+@app.command()
 def compress(
     model: Annotated[str, typer.Argument(help=MODEL)],
-    prompt_file: Annotated[Path, typer.Option(help="a file with the prompt")],
-    bits: Annotated[int, typer.Option(help="of keys, and of values unless --bits-values: 2, 3, 4 or 8")] = 4,
-    bits_values: Annotated[int | None, typer.Option(help="of values: 2, 3, 4 or 8")] = None,
-    group: Annotated[int, typer.Option(help="entries that share a scale")] = 64,
+    prompt_file: Annotated[Path, typer.Option("--prompt", "--prompt-file", help="a file with the prompt")],
+    ratio: Annotated[float | None, typer.Option(help="how many times fewer bytes than 2 per entry, all told")] = None,
+    basis: Annotated[Path | None, typer.Option(help="what `crosskv calibrate` wrote, for --ratio")] = None,
+    bits: Annotated[int | None, typer.Option(help="instead of --ratio, plain integers: 2, 3, 4 or 8")] = None,
+    bits_values: Annotated[int | None, typer.Option(help="of values, when not as keys")] = None,
     sinks: Annotated[int, typer.Option(help="first tokens that stay exact")] = 4,
-    tail: Annotated[int, typer.Option(help="last tokens that stay exact")] = 64,
     max_tokens: Annotated[int, typer.Option(help="to generate")] = 64,
     score: Annotated[int, typer.Option(help="last tokens of the prompt whose likelihood is compared")] = 64,
     host: Host = "torch",
     as_json: Json = False,
 ) -> None:
-    """Generate with a packed integer cache and with the host's own: bytes really held, likelihood, time.
+    """Generate with a compressed cache and with the host's own: bytes really held, peak, likelihood, time.
 
-    Example: crosskv compress family:L --prompt-file book.txt --bits 4 --bits-values 2
+    Examples: crosskv compress family:L --prompt book.txt --bits 4
+              crosskv compress family:L --prompt book.txt --ratio 8 --basis bases/L
     """
+    import crosskv
     from crosskv.evals import packed
-    from crosskv.store import IntConfig
 
-    config = IntConfig(bits, bits if bits_values is None else bits_values, group, sinks, tail)
+    if ratio is not None and bits is not None:
+        raise typer.BadParameter("give --ratio or --bits, not both")
     text = _read(prompt_file)
     opened, tokenizer = open_model(model, host)
-    facts = packed.compare(opened, tokenizer, tokenizer.encode(text), config, max_tokens, score)
+    ids = tokenizer.encode(text)
+    if ratio is not None:
+        config = crosskv.plan(opened, ratio, len(ids) + max_tokens, _basis(basis), sinks=sinks)[0].config
+    else:
+        bits = 4 if bits is None else bits
+        config = crosskv.IntConfig(bits, bits if bits_values is None else bits_values, sinks=sinks)
+    facts = packed.compare(opened, tokenizer, ids, config, max_tokens, score)
     if as_json:
         print(json.dumps(facts))
         return
-    table = Table("cache", "bytes held", "NLL of the last tokens", "ms a token")
+    table = Table("cache", "bytes held", "peak of the process", "NLL of the last tokens", "ms a token")
     for name in ("own", "packed"):
         f = facts[name]
-        table.add_row(name, f"{f['bytes']:,}", f"{f['nll']:.4f}", f"{1000 * f['seconds_per_token']:.1f}")
+        peak = "unknown" if f["peak"] is None else f"+{f['peak'] / 1e6:.0f} MB"
+        table.add_row(name, f"{f['bytes']:,}", peak, f"{f['nll']:.4f}", f"{1000 * f['seconds_per_token']:.1f}")
     for name in ("own", "packed"):
         out.print(f"[{name}]", style="dim", markup=False)
         out.print(facts[name]["text"], markup=False)
     out.print(table)
+    out.print(facts["method"], style="dim", markup=False)
     out.print(
         f"{facts['ratio']:.2f} times fewer bytes for {facts['cached_tokens']} cached tokens in {facts['dtype']}; "
         f"NLL {facts['nll_increase']:+.4f} over the last {facts['scored']} prompt tokens",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,73 +104,26 @@ class XKVConfig:
                 raise BadInput(f"bits must be of {[b for b in BITS if b]} (or 0 for a share to drop), got {bits!r}.")
 
 
-@dataclass(frozen=True)
-class _Fixed:
-    """The codec of one group under a calibrated basis."""
-
-    both: tuple[Side, Side]
-    sinks: int
-    tail: int
-    block: int
-    exact: str | None
-    max_tokens: int | None
-    first: int = 1
-    own: bool = False
-
-    def sides(self, keys: Sequence[Array], values: Sequence[Array]) -> tuple[Side, Side]:
-        return self.both
-
-
-@dataclass(frozen=True)
-class _PerPrompt:
-    """The codec of one group whose bases are fitted to the prompt."""
-
-    config: XKVConfig
-    own: bool = True
-
-    @property
-    def sinks(self) -> int:
-        return self.config.sinks
-
-    @property
-    def tail(self) -> int:
-        return self.config.tail
-
-    @property
-    def block(self) -> int:
-        return self.config.block
-
-    @property
-    def exact(self) -> str | None:
-        return self.config.exact
-
-    @property
-    def max_tokens(self) -> int | None:
-        return self.config.max_tokens
-
-    @property
-    def first(self) -> int:
-        return max(self.config.first, self.config.block)
-
-    def sides(self, keys: Sequence[Array], values: Sequence[Array]) -> tuple[Side, Side]:
-        c = self.config
-        kind = "joint" if c.basis == "tokens" else "stacked"
-        b = backends.of(keys[0])
-        dtype = b.dtype_of(values[0]) if c.bits is None and c.ratio is None else "float16"
-        parts = [(keys, c.rank_keys), (values, c.rank_values)] if c.values else [(keys, c.rank_keys)]
-        found = []
-        for layers, rank in parts:
-            x = gathered(layers, kind)
-            if rank is not None:
-                check_rank(rank, x.shape[-1], "rank_keys" if layers is keys else "rank_values")
-            found.append(prompt_basis(x, kind, rank, c.energy, dtype))
-        if c.ratio is not None:
-            rows = len(keys) * keys[0].shape[1] if kind == "stacked" else 1
-            out = _within(found, rows, keys[0].shape[2], c)
-        else:
-            out = [Side(basis, Coder(_uniform(c.bits, basis.rank), None, c.block, dtype)) for basis, _ in found]
-            out = [_shortened(s) for s in out]
-        return (out[0], out[1]) if c.values else (out[0], Side(None, Coder()))
+def _fitted(c: XKVConfig, keys: Sequence[Array], values: Sequence[Array]) -> tuple[Side, Side]:
+    """Bases fitted to these tokens."""
+    kind = "joint" if c.basis == "tokens" else "stacked"
+    b = backends.of(keys[0])
+    dtype = b.dtype_of(values[0]) if c.bits is None and c.ratio is None else "float16"
+    found = []
+    for name in ("keys", "values") if c.values else ("keys",):
+        layers, rank = (keys, c.rank_keys) if name == "keys" else (values, c.rank_values)
+        x = gathered(layers, kind)
+        if rank is not None:
+            check_rank(rank, x.shape[-1], f"rank_{name}")
+        found.append(prompt_basis(x, kind, rank, c.energy, dtype))
+    if c.ratio is not None:
+        rows = len(keys) * keys[0].shape[1] if kind == "stacked" else 1
+        sides = _within(found, rows, keys[0].shape[2], c)
+    else:
+        sides = [
+            _shortened(Side(basis, Coder(_uniform(c.bits, basis.rank), None, c.block, dtype))) for basis, _ in found
+        ]
+    return sides[0], sides[1] if c.values else Side(None, Coder())
 
 
 def _uniform(bits: int | Sequence[int] | None, rank: int) -> tuple[tuple[int, int, int], ...]:
@@ -277,22 +231,26 @@ def _members(model: Any, config: XKVConfig) -> dict[int, Held]:
 
 
 def _codecs(model: Any, spec: ModelKVSpec, c: XKVConfig) -> list[tuple[tuple[int, ...], Codec]]:
+    """The groups of layers, and what becomes of their tokens."""
+    sizes: dict[str, Any] = {n: getattr(c, n) for n in ("sinks", "tail", "block", "exact", "max_tokens")}
     if not isinstance(c.basis, Calibrated):
         own = backends.of(model).full_layers(model)
         size = len(own) if c.group == "all" else int(c.group)
-        return [(tuple(own[i] for i in g), _PerPrompt(c)) for g in contiguous(len(own), size)]
+        codec = Codec(partial(_fitted, c), True, first=max(c.first, c.block), **sizes)
+        return [(tuple(own[i] for i in g), codec) for g in contiguous(len(own), size)]
     c.basis.check_model(spec)
     assert c.ratio is not None
     like = backends.of(model).weight(model)
     bits = c.basis.bits(2 * 16 * spec.n_layers * spec.width / c.ratio)
-    return [
-        (g, _Fixed((k.side(bk, like), v.side(bv, like)), c.sinks, c.tail, c.block, c.exact, c.max_tokens))
-        for g, (k, v), (bk, bv) in zip(c.basis.groups, c.basis.sides, bits, strict=True)
-    ]
+    out = []
+    for layers, pair, both in zip(c.basis.groups, c.basis.sides, bits, strict=True):
+        sides = pair[0].side(both[0], like), pair[1].side(both[1], like)
+        out.append((layers, Codec(lambda k, v, sides=sides: sides, False, **sizes)))  # type: ignore[misc]
+    return out
 
 
 def int_bytes(spec: ModelKVSpec, c: IntConfig, tokens: int) -> int:
-    """What `tokens` tokens of one sequence take under plain integers in a half-precision model, a full tail included."""
+    """What `tokens` tokens of one sequence take under plain integers in half precision, a full tail included."""
     exact = min(tokens, c.sinks + c.tail + c.group - 1)
     scale = 2 if c.scales != "float32" else 4
     channels = spec.n_kv_heads * -(-spec.head_dim // min(c.group, spec.head_dim))
@@ -358,5 +316,7 @@ class KVCacheBuilder:
         """
         dim = measured(model).head_dim
         if config.head_dim not in (None, dim):
-            raise BadInput(f"head_dim is {config.head_dim}, but this model has {dim}. Leave it out to take the model's.")
+            raise BadInput(
+                f"head_dim is {config.head_dim}, but this model has {dim}. Leave it out to take the model's."
+            )
         return make_cache(model, config.config())

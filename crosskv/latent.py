@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -124,25 +124,23 @@ class Side:
         return self.basis.decode(latents, layer, layers, heads)
 
 
-class Codec(Protocol):
-    """A method: what the tokens of one group become."""
+@dataclass(frozen=True)
+class Codec:
+    """A method: what the tokens of one group become.
 
+    sides: the bases for these keys (un-rotated) and values, [B, H, T, D] per layer of the group; asked again for every
+    stretch of at least `first` tokens. own: the bases belong to the prompt (they count among its bytes), not to the
+    model. exact: the dtype of sinks and tail, None for the model's. max_tokens: what a prompt may have.
+    """
+
+    sides: Callable[[Sequence[Array], Sequence[Array]], tuple[Side, Side]]
+    own: bool
     sinks: int
     tail: int
     block: int
-    first: int
-    own: bool
-    exact: str | None
-    max_tokens: int | None
-
-    def sides(self, keys: Sequence[Array], values: Sequence[Array]) -> tuple[Side, Side]:
-        """Bases for these tokens: [B, H, T, D] per layer of the group, keys un-rotated.
-
-        Asked again for every stretch of at least `first` tokens; `own`: the bases belong to the prompt (they count
-        among its bytes), not to the model. `exact`: the dtype of sinks and tail, None for the model's.
-        `max_tokens`: what a prompt may have.
-        """
-        ...
+    first: int = 1
+    exact: str | None = None
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -252,7 +250,7 @@ class Group:
         if self.middle and self.scratch is None:
             self.scratch = self._latents()
         before = self._whole(j, self.scratch)
-        whole = (keys, values) if before is None else cat(before, (keys, values))
+        whole: Pair = (keys, values) if before is None else cat(before, (keys, values))
         new = self._stored(keys, values)
         self.tails[j] = new if self.tails[j] is None else cat(self.tails[j], new)
         lengths = {self.length(i) for i in range(len(self.layers))}
@@ -278,8 +276,11 @@ class Group:
         parts = [p for p in (self.sinks[j], middle, self.tails[j]) if p is not None]
         if not parts:
             return None
-        keys, values = cat(*([b.cast(x, self.dtype) for x in p] for p in parts for b in [backends.of(p[0])]))
-        return keys, values
+        return cat(*((self._cast(k, self.dtype), self._cast(v, self.dtype)) for k, v in parts))
+
+    @staticmethod
+    def _cast(x: Array, dtype: str) -> Array:
+        return backends.of(x).cast(x, dtype)
 
     def _latents(self) -> list[tuple[Array, Array]]:
         return [(s.sides[0].latents(s.packed[0]), s.sides[1].latents(s.packed[1])) for s in self.middle]

@@ -71,9 +71,7 @@ def park(cache: Any, file: str | Path | None = None) -> Path | bytes:
         Path(temporary).unlink(missing_ok=True)
 
 
-def resume(
-    model: Any, parked: str | Path | bytes, basis: Calibrated | None = None, packed: bool = False
-) -> Any:
+def resume(model: Any, parked: str | Path | bytes, basis: Calibrated | None = None, packed: bool = False) -> Any:
     """The cache that `park` wrote, for a live model of either host.
 
     parked: the file, or its bytes. basis: the calibrated basis that it was compressed with, when there was one. packed:
@@ -124,7 +122,7 @@ def _held(cache: Any) -> tuple[list[Held], tuple[ModelKVSpec, Any]]:
             f"Only caches made by crosskv.make_cache can be parked, all of whose layers are compressed; got "
             f"{type(cache).__name__}. Compress it first: crosskv.make_cache(model, config, cache)."
         )
-    return held, about
+    return [h for h in held if h is not None], about
 
 
 def _groups(held: list[Held]) -> list[Group]:
@@ -203,7 +201,9 @@ def _fill(cache: Any, about: dict[str, Any], tensors: Tensors, model: Any) -> No
 
 def _fill_group(g: Group, name: str, x: dict[str, Any], names: set[str], array: Any) -> None:
     def pair(word: str, j: int) -> Any:
-        return (array(f"{name}.{word}.{j}.0"), array(f"{name}.{word}.{j}.1")) if f"{name}.{word}.{j}.0" in names else None
+        return (
+            (array(f"{name}.{word}.{j}.0"), array(f"{name}.{word}.{j}.1")) if f"{name}.{word}.{j}.0" in names else None
+        )
 
     g.dtype = x["dtype"]
     g.sinks = [pair("sinks", j) for j in range(len(g.layers))]

@@ -1,7 +1,7 @@
 """From a budget of bytes to a config: what each method would take at this length, and which to use.
 
-    plans = crosskv.plan(model, ratio=8, context=32_768, basis=basis)
-    cache = crosskv.make_cache(model, plans[0].config)            the one proposed
+plans = crosskv.plan(model, ratio=8, context=32_768, basis=basis)
+cache = crosskv.make_cache(model, plans[0].config)            the one proposed
 """
 
 from __future__ import annotations
@@ -77,30 +77,36 @@ def plan(
             break  # fewer bits than needed would only lose more
     exact = min(context, sinks + tail + block - 1)
     middle = context - exact
-    left = full * context / want - full * exact
-    room = full * context / (full * exact) if exact else float("inf")
-    if basis is not None and left > 0 and middle > 0:
-        inner = middle * full / left
-        found = _calibrated(basis, spec, max(inner, 1.0001), context, exact, (sinks, tail, block))
+    inner = inner_ratio(want, context, exact)
+    if basis is not None and inner:
+        found = _calibrated(basis, spec, inner, context, exact, (sinks, tail, block))
         if found is not None:
             reach.append(found)
             best = max(best, found.ratio)
-    if basis is None and left > 0 and middle >= 256:
-        inner = middle * full / left
-        if inner * 1.3 < middle / (4 * spec.width):  # its basis alone would take the budget otherwise
-            config = XKVConfig("tokens", ratio=inner, sinks=sinks, tail=tail, block=block)
-            held = int(full * context / want)
-            why = "a basis of its own for every prompt: nothing static; calibrate a basis for better quality"
-            reach.append(Plan(config, held, want, 0, None, None, why))
+    if basis is None and inner and middle >= max(256, 5.2 * spec.width * inner):  # else its basis alone is too large
+        tokens = XKVConfig("tokens", ratio=inner, sinks=sinks, tail=tail, block=block)
+        why = "a basis of its own for every prompt: nothing static; calibrate a basis for better quality"
+        reach.append(Plan(tokens, int(full * context / want), want, 0, None, None, why))
     if not reach:
-        limit = "" if left > 0 else (
-            f" {exact} exact tokens (sinks, tail and a block) alone allow at most {room:.1f}x; lower tail or block."
-        )
+        limit = ""
+        if not inner:
+            most = context / exact
+            limit = (
+                f" {exact} exact tokens (sinks, tail and a block) alone allow at most {most:.1f}x; lower tail or block."
+            )
         hint = "" if basis is not None else " A calibrated basis (crosskv calibrate) reaches further."
         raise BadInput(
             f"No method reaches {want:.1f}x at {context} tokens; the best found is {best:.1f}x.{limit}{hint}"
         )
-    return sorted(reach, key=lambda p: _rank(p))
+    return sorted(reach, key=_rank)
+
+
+def inner_ratio(ratio: float, context: int, exact: int) -> float | None:
+    """The ratio that the other tokens need so that all have `ratio` while `exact` ones stay as they are; None when
+    nothing is left for them.
+    """
+    left = context / ratio - exact
+    return max(1.0001, (context - exact) / left) if left > 0 and context > exact else None
 
 
 def _rank(p: Plan) -> int:

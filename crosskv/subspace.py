@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from crosskv.layout import to_heads, to_rows
 
 BITS = (0, 1, 2, 3, 4, 5, 6, 8)
 """What a latent may be given."""
+ROWS = 4096
+"""Rows that quantisers are set on, at most."""
 CLIPS = (1.0, 0.85, 0.72, 0.61, 0.52, 0.44, 0.37, 0.31, 0.26, 0.22, 0.18, 0.15, 0.12)
 """Where a uniform quantiser may clip, as a share of the largest latent seen."""
 
@@ -126,7 +129,7 @@ def _right_vectors(x: Shaped[Any, "B N F"], rank: int, seed: int) -> tuple[Array
     symmetric matrices, in float64.
     """
     b = backends.of(x)
-    n, rows, f = x.shape
+    _, rows, f = x.shape
     if 2 * (rank + 8) >= min(rows, f):
         if f <= rows:
             values, v = _eigh(x.swapaxes(-1, -2) @ x)
@@ -202,6 +205,7 @@ def fixed_steps(latents: Float[np.ndarray, "N r"]) -> tuple[np.ndarray, np.ndarr
     """(limits, errors), each [options, r]: for every number of bits, where a uniform quantiser of a latent should clip
     so that the mean squared error on these rows is least, and that error. docs/maths.md, section 7.
     """
+    latents = latents[:: -(-len(latents) // ROWS)]
     largest = np.maximum(np.abs(latents).max(0), 1e-30)
     limits = np.zeros((len(BITS), latents.shape[1]))
     errors = np.zeros_like(limits)
@@ -221,10 +225,10 @@ def _clipped_error(x: np.ndarray, limit: float, bits: int) -> np.ndarray:
     return ((codes * step - np.float32(limit) - x) ** 2).mean(0)
 
 
-def runs(bits: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+def runs(bits: Sequence[int] | np.ndarray) -> tuple[tuple[int, int, int], ...]:
     """(start, stop, bits) of the stretches of equal bits; those with none are left out."""
     cuts = [0, *(i for i in range(1, len(bits)) if bits[i] != bits[i - 1]), len(bits)]
-    return tuple((a, b, int(bits[a])) for a, b in zip(cuts, cuts[1:], strict=False) if b > a and bits[a] > 0)
+    return tuple((a, b, int(bits[a])) for a, b in pairwise(cuts) if b > a and bits[a] > 0)
 
 
 def check_rank(rank: Any, most: int, name: str) -> None:

@@ -12,6 +12,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -205,9 +206,26 @@ class Models(Protocol):
         """Bytes of the arrays that any cache of this host holds."""
         ...
 
+    def memory(self, reset: bool = False) -> int | None:
+        """The most bytes in use since the last reset, on the device or in the process (`host_peak`); with reset, those
+        in use now."""
+        ...
+
     def devices(self) -> list[str]:
         """The devices that this host can compute on."""
         ...
+
+
+def host_peak(reset: bool = False) -> int | None:
+    """The process's peak of resident memory since the last reset, in bytes; with reset, what is resident now. None
+    where the system does not tell (it is Linux that does)."""
+    try:
+        if reset:
+            Path("/proc/self/clear_refs").write_text("5")
+        facts = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+        return int(facts["VmRSS" if reset else "VmHWM"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
 
 
 class Backend(Arrays, Models, Protocol):

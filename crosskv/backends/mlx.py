@@ -325,9 +325,7 @@ def weight(model: Any) -> mx.array:
     return next(_weights(model))
 
 
-def held_cache(
-    model: Any, new: Callable[[int], Held], layers: Layers | None = None, about: Any = None
-) -> list[Any]:
+def held_cache(model: Any, new: Callable[[int], Held], layers: Layers | None = None, about: Any = None) -> list[Any]:
     from mlx_lm.models.cache import make_prompt_cache
 
     full = full_layers(model)
@@ -351,6 +349,13 @@ def put(cache: Any, layer: int, held: Held) -> None:
 
 def cache_bytes(cache: Any) -> int:
     return sum(c.nbytes for c in cache)
+
+
+def memory(reset: bool = False) -> int | None:
+    if reset:
+        mx.reset_peak_memory()
+        return mx.get_active_memory()
+    return mx.get_peak_memory()
 
 
 def devices() -> list[str]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from crosskv.backends import Held, Layers, Rope
+from crosskv.backends import Held, Layers, Rope, host_peak
 from crosskv.errors import BadInput, MatchedKVError
 
 xp = torch
@@ -316,9 +316,7 @@ def weight(model: Any) -> torch.Tensor:
     return next(model.parameters())
 
 
-def held_cache(
-    model: Any, new: Callable[[int], Held], layers: Layers | None = None, about: Any = None
-) -> HeldCache:
+def held_cache(model: Any, new: Callable[[int], Held], layers: Layers | None = None, about: Any = None) -> HeldCache:
     own, full = DynamicCache(config=model.config).layers, full_layers(model)
     cache = HeldCache(layers=[HeldLayer(new(i)) if i in full else x for i, x in enumerate(own)])
     cache.about = about
@@ -345,6 +343,15 @@ def cache_bytes(cache: Any) -> int:
         return 0 if layer.keys is None else layer.keys.nbytes + layer.values.nbytes
 
     return sum(map(one, cache.layers))
+
+
+def memory(reset: bool = False) -> int | None:
+    if not torch.cuda.is_available():
+        return host_peak(reset)
+    if reset:
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    return torch.cuda.max_memory_allocated()
 
 
 def devices() -> list[str]:

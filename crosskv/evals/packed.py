@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
 from crosskv import backends, metrics
-from crosskv.compress import make_cache, nbytes
+from crosskv.compress import IntConfig, XKVConfig, make_cache, nbytes
 from crosskv.errors import BadInput
 from crosskv.evals.run import Encode
 from crosskv.evals.tasks import Case
-from crosskv.store import IntConfig
+
+Config = IntConfig | XKVConfig
 
 
 @dataclass(frozen=True)
@@ -26,13 +28,46 @@ class Cost:
     bytes: float
 
 
+def described(config: Any) -> str:
+    """The options that differ from the default, in words."""
+    plain = type(config)()
+    chosen = {f.name: getattr(config, f.name) for f in fields(config)}
+    words = [
+        f"{k}=calibrated" if k == "basis" and not isinstance(v, str) else f"{k}={v:g}" if isinstance(v, float)
+        else f"{k}={v}"
+        for k, v in chosen.items()
+        if v is not getattr(plain, k)
+    ]  # fmt: skip
+    return f"{type(config).__name__}({', '.join(words)})"
+
+
+class Peak:
+    """How far memory rose above where it stood, in bytes: the device's, else the process's (Linux), else None.
+
+    with Peak(model) as peak: ...;  peak.bytes
+    """
+
+    def __init__(self, model: Any):
+        self.backend = backends.of(model)
+        self.bytes: int | None = None
+
+    def __enter__(self) -> Peak:
+        gc.collect()
+        self.before = self.backend.memory(reset=True)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        after = self.backend.memory()
+        self.bytes = None if self.before is None or after is None else max(0, after - self.before)
+
+
 def own_cache(model: Any, tokens: Any) -> Any:
     """The host's own cache of `tokens` [B, T]."""
     b = backends.of(model)
     return b.install(model, b.capture(model, tokens))
 
 
-def score(model: Any, passages: np.ndarray, prefix: int, configs: dict[str, IntConfig], batch: int = 4) -> dict:
+def score(model: Any, passages: np.ndarray, prefix: int, configs: dict[str, Config], batch: int = 4) -> dict:
     """{arm: Cost} for the arms "own" and every config: passages [n, prefix + C], the first `prefix` tokens cached (the
     last of them is read on top of the packed cache), the rest scored in one step.
     """
@@ -58,7 +93,7 @@ def score(model: Any, passages: np.ndarray, prefix: int, configs: dict[str, IntC
     return out
 
 
-def answers(model: Any, encode: Encode, case: Case, config: IntConfig | None) -> bool:
+def answers(model: Any, encode: Encode, case: Case, config: Config | None) -> bool:
     """Whether the model answers greedily with the document in its cache, packed (or the host's own, for None), and the
     question read on top of it.
     """
@@ -84,7 +119,7 @@ def decode(model: Any, tokenizer: Any, ids: list[int], cache: Any, limit: int) -
 
 
 def compare(
-    model: Any, tokenizer: Any, ids: list[int], config: IntConfig, max_tokens: int = 64, scored: int = 64
+    model: Any, tokenizer: Any, ids: list[int], config: Config, max_tokens: int = 64, scored: int = 64
 ) -> dict[str, Any]:
     """The packed cache beside the host's own on one prompt: text, bytes held at the end, NLL of the prompt's last
     tokens given the others, time per token.
@@ -95,12 +130,13 @@ def compare(
             f"got {scored} and {max_tokens}."
         )
     costs = score(model, np.asarray([ids]), len(ids) - scored, {"packed": config})
-    prompt = np.asarray([ids[:-1]])
-    out: dict[str, Any] = {"config": asdict(config), "prompt_tokens": len(ids), "scored": scored}
+    out: dict[str, Any] = {"method": described(config), "prompt_tokens": len(ids), "scored": scored}
     for arm in ("own", "packed"):
-        cache = own_cache(model, prompt)
-        cache = cache if arm == "own" else make_cache(model, config, cache)
-        new, seconds = decode(model, tokenizer, ids, cache, max_tokens)
+        with Peak(model) as peak:
+            cache = own_cache(model, np.asarray([ids[:1]])) if arm == "own" else make_cache(model, config)
+            b = backends.of(model)
+            b.logits(model, [ids[1:-1] if arm == "own" else ids[:-1]], cache)
+            new, seconds = decode(model, tokenizer, ids, cache, max_tokens)
         out["cached_tokens"] = len(ids) + len(new) - 1
         out[arm] = {
             "text": tokenizer.decode(new, skip_special_tokens=True),
@@ -108,6 +144,7 @@ def compare(
             "bytes": nbytes(model, cache),
             "nll": float(costs[arm].nll.mean()),
             "seconds_per_token": seconds,
+            "peak": peak.bytes,
         }
     out["dtype"] = backends.of(model).describe(model)["dtype"]
     out["ratio"] = out["own"]["bytes"] / out["packed"]["bytes"]
