@@ -94,7 +94,10 @@ def bases_of(model: Any, tokenizer: Any, text: Any, groups: list[str], count: in
         started = time.perf_counter()
         grouping = "cka" if g == "4 (CKA)" else "contiguous"
         size: int | str = "all" if g == "all" else int(g.split()[0])
-        found[g] = calibrate(model, text, tokenizer, group=size, grouping=grouping, count=count, progress=False)
+        known = next((x.about["sensitivity"] for x in found.values()), None)
+        found[g] = calibrate(
+            model, text, tokenizer, group=size, grouping=grouping, count=count, weights=known, progress=False
+        )
         seconds[g] = time.perf_counter() - started
         print(f"calibrated G={g} in {seconds[g]:.0f} s", flush=True)
     return found, seconds
@@ -112,27 +115,21 @@ def measure(name: str, model: Any, tokenizer: Any, text: Any, scored: str, a: ar
     for prefix in a.prefix:
         passages = run.rows(tokenizer.encode, scored, a.passages, prefix + CONTINUATION)
         setting, count = about | {"prefix": prefix}, len(passages)
-        arms = configs(prefix, bases)
-        costs: dict[str, packed.Cost] = {}
+        arms = reached(model, passages[:1, :prefix], configs(prefix, bases))
+        costs = packed.score(model, passages, prefix, arms, a.batch)
         for arm, config in arms.items():
-            try:
-                got = packed.score(model, passages, prefix, {arm: config}, a.batch)
-            except BadInput as e:
-                print(f"{arm}: {e}", flush=True)
-                continue
-            costs["own"], costs[arm] = got["own"], got[arm]
             own = costs["own"].nll.mean(1)
-            held = got[arm].bytes - wide(config, prefix - 1, full, a.dtype)
-            d, ratio = got[arm].nll.mean(1) - own, full * (prefix - 1) / held
+            held = costs[arm].bytes - wide(config, prefix - 1, full, a.dtype)
+            d, ratio = costs[arm].nll.mean(1) - own, full * (prefix - 1) / held
             e = d.std(ddof=1) / count**0.5
-            print(f"{prefix} {arm}: {d.mean():+.4f} +- {e:.4f} kl {got[arm].kl.mean():.5f} {ratio:.2f}x", flush=True)
+            print(f"{prefix} {arm}: {d.mean():+.4f} +- {e:.4f} kl {costs[arm].kl.mean():.5f} {ratio:.2f}x", flush=True)
             at = setting | {"arm": arm}
             base = {"name": "own cache, NLL", "value": float(own.mean())}
             out += [
                 rows.row("compress", at, "nll increase", float(d.mean()), "nats/token", low=float(d.mean() - 1.96 * e),
                          high=float(d.mean() + 1.96 * e), n=count) | {"own": base},
-                rows.row("compress", at, "kl", float(got[arm].kl.mean()), "nats", n=count),
-                rows.row("compress", at, "top1", float(got[arm].agree.mean()), "share", n=count),
+                rows.row("compress", at, "kl", float(costs[arm].kl.mean()), "nats", n=count),
+                rows.row("compress", at, "top1", float(costs[arm].agree.mean()), "share", n=count),
                 rows.row("compress", at, "ratio", ratio, "times", n=count),
             ]  # fmt: skip
             if isinstance(getattr(config, "basis", None), Calibrated):
@@ -143,6 +140,19 @@ def measure(name: str, model: Any, tokenizer: Any, text: Any, scored: str, a: ar
             out += lookups(model, tokenizer, setting, arms, a.questions)
         if a.times:
             out += times(model, tokenizer, passages, setting, arms, a.times)
+    return out
+
+
+def reached(model: Any, prompt: np.ndarray, arms: dict[str, Any]) -> dict[str, Any]:
+    """Without the arms whose ratio cannot be reached at this length."""
+    own = packed.own_cache(model, prompt[:, :-1])
+    out = {}
+    for arm, config in arms.items():
+        try:
+            crosskv.make_cache(model, config, own)
+            out[arm] = config
+        except BadInput as e:
+            print(f"{arm}: {e}", flush=True)
     return out
 
 
@@ -249,8 +259,8 @@ def main() -> None:
         files = sorted(a.text.rglob("*.*"))
         cut = len(files) * 9 // 10
         order = np.random.default_rng(0).permutation(len(files))
-        text = (files[i].read_text(errors="ignore") for i in order[:cut])
-        scored = "\n\n".join(files[i].read_text(errors="ignore") for i in order[cut:])[:4_000_000]
+        text = [files[i].read_text(errors="ignore")[:200_000] for i in order[:cut]]
+        scored = "\n\n".join(files[i].read_text(errors="ignore")[:400_000] for i in order[cut:])
     rows.write(a.out, measure(a.model, model.to(a.device), tokenizer, text, scored, a))
     print(table(rows.read(a.out)))
 

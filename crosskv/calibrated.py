@@ -199,6 +199,7 @@ def calibrate(
     length: int = 1024,
     skip: int = 4,
     batch_size: int = 4,
+    weights: Any = None,
     progress: bool = True,
 ) -> Calibrated:
     """Fit bases for a live model of either host on text, in constant memory.
@@ -206,7 +207,8 @@ def calibrate(
     group: layers that share latents, or "all". grouping: "contiguous", or "cka": layers whose keys and values are
     alike (linear CKA on this text) together. texts, tokenizer: as for crosskv.fit; at most `count` sequences of
     `length` tokens, without the first `skip` of each (attention sinks are unlike all others and stay exact). One
-    sequence in eight is kept to set the quantisers. Raises MatchedKVError for the model, BadInput for the rest.
+    sequence in eight is kept to set the quantisers. weights: what `sensitivity` found, when another basis of the same
+    model has it already (about["sensitivity"]). Raises MatchedKVError for the model, BadInput for the rest.
     """
     spec = measured(model)
     size = _group_size(group, spec.n_layers)
@@ -227,7 +229,7 @@ def calibrate(
     if grouping == "cka":
         groups = alike(total[0], spec, size)
         total = [tuple(m.sub(_columns(g, spec.width), slice(0, 1)) for m in total[0]) for g in groups]
-    weights = sensitivity(model, held)
+    weights = sensitivity(model, held) if weights is None else np.asarray(weights)
     fitted = [
         tuple(_vectors(m, weights[side, list(g)].ravel(), spec.head_dim) for side, m in enumerate(pair))
         for g, pair in zip(groups, total, strict=True)
@@ -350,12 +352,12 @@ def sensitivity(model: Any, stream: list[list[int]], noise: float = 0.1, seed: i
     """[2, layers, heads]: the KL divergence that noise in the keys (0) or values (1) of one head causes, per unit of
     noise variance relative to the head's own (nats per token; proportional to it while it is small).
 
-    Measured on up to 4 sequences of up to 512 tokens: the first ones cached and disturbed, the last eighth read on
-    top. The heads that look things up stand out by a factor of 10.
+    Measured on up to 4 sequences of up to 512 tokens: the first ones cached and disturbed, the last
+    sixteenth read on top. The heads that look things up stand out by a factor of 10.
     """
     b = backends.of(model)
     ids = np.asarray([s for s in stream if len(s) == len(stream[0])][:4])[:, :512]
-    n = ids.shape[1] - max(2, ids.shape[1] // 8)
+    n = ids.shape[1] - max(2, ids.shape[1] // 16)
     first, last, rest = ids[:, : n - 1], ids[:, n - 1 : n], ids[:, n:]
     layers = b.capture(model, first)
     want = metrics.continuation_logits(model, last, rest, b.install(model, layers))
