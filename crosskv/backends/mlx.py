@@ -294,9 +294,9 @@ class HeldKVCache:
         return True
 
     def trim(self, n: int) -> int:
-        n = min(n, self.offset)
-        self.held = self.held.trim(n)
-        return n
+        length = self.offset
+        self.held = self.held.trim(n)  # n itself: layers of a group are shorter once the first has trimmed all of them
+        return min(n, length)
 
     def select(self, rows: mx.array) -> None:
         """Keep (or repeat, or reorder) the given rows of the batch."""
