@@ -244,6 +244,7 @@ def make_cache(model: Any, config: IntConfig | XKVConfig | None = None, cache: A
         new = members.__getitem__
     else:
         raise BadInput(f"Expected an IntConfig or XKVConfig, got {type(config).__name__}.")
+    register(b)
     return b.held_cache(model, new, None if cache is None else b.read(model, cache))
 
 
@@ -283,6 +284,13 @@ def _codecs(model: Any, spec: ModelKVSpec, c: XKVConfig) -> list[tuple[tuple[int
         (g, _Fixed((k.side(bk, like), v.side(bv, like)), c.sinks, c.tail, c.block, c.exact))
         for g, (k, v), (bk, bv) in zip(c.basis.groups, c.basis.sides, bits, strict=True)
     ]
+
+
+def register(host: Any = "mlx") -> None:
+    """Let mlx_lm's load_prompt_cache read the files that save_prompt_cache made of IntConfig caches. make_cache does
+    it as well: only a process that makes no cache before it reads a file has to call this.
+    """
+    (backends.host(host) if isinstance(host, str) else host).register(Store(IntConfig()).restore)
 
 
 def nbytes(model: Any, cache: Any) -> int:
