@@ -109,15 +109,16 @@ def _fitted(c: XKVConfig, keys: Sequence[Array], values: Sequence[Array]) -> tup
     kind = "joint" if c.basis == "tokens" else "stacked"
     b = backends.of(keys[0])
     dtype = b.dtype_of(values[0]) if c.bits is None and c.ratio is None else "float16"
+    rows = len(keys) * keys[0].shape[1] if kind == "stacked" else 1
     found = []
     for name in ("keys", "values") if c.values else ("keys",):
         layers, rank = (keys, c.rank_keys) if name == "keys" else (values, c.rank_values)
         x = gathered(layers, kind)
         if rank is not None:
             check_rank(rank, x.shape[-1], f"rank_{name}")
-        found.append(prompt_basis(x, kind, rank, c.energy, dtype))
+        most = _most(x.shape[-1], rows, x.shape[2], c) if c.ratio is not None else rank
+        found.append(prompt_basis(x, kind, most, c.energy, dtype))
     if c.ratio is not None:
-        rows = len(keys) * keys[0].shape[1] if kind == "stacked" else 1
         sides = _within(found, rows, keys[0].shape[2], c)
     else:
         sides = [
@@ -141,6 +142,12 @@ def _shortened(s: Side) -> Side:
         return s
     kept = s.coder.runs[-1][1]
     return replace(s, basis=replace(s.basis, vectors=backends.of(s.basis.vectors).owned(s.basis.vectors[..., :kept])))
+
+
+def _most(features: int, rows: int, tokens: int, c: XKVConfig) -> int:
+    """No more latents than this, with 2 bits each, could be paid for if all went to keys or all to values."""
+    budget = (2 if c.values else 1) * 16 * features * rows * tokens / c.ratio  # type: ignore[operator]
+    return max(1, int(budget / (16 * features + rows * tokens * (2 + SCALE_BITS / c.block))))
 
 
 def _within(found: list[tuple[Basis, np.ndarray]], rows: int, tokens: int, c: XKVConfig) -> list[Side]:
@@ -204,6 +211,7 @@ def make_cache(model: Any, config: IntConfig | XKVConfig | None = None, cache: A
         new = members.__getitem__
     else:
         raise BadInput(f"Expected an IntConfig or XKVConfig, got {type(config).__name__}.")
+    register(b)
     return b.held_cache(model, new, None if cache is None else b.read(model, cache), (measured(model), config))
 
 
@@ -260,6 +268,13 @@ def int_bytes(spec: ModelKVSpec, c: IntConfig, tokens: int) -> int:
 
     token = codes(c.bits_keys) + codes(c.bits_values) + 2 * scale * (spec.width / c.group + channels)
     return round(spec.n_layers * ((tokens - exact) * token + exact * 2 * 2 * spec.width))
+
+
+def register(host: Any = "mlx") -> None:
+    """Let mlx_lm's load_prompt_cache read the files that save_prompt_cache made of IntConfig caches. make_cache does
+    it as well: only a process that makes no cache before it reads a file has to call this.
+    """
+    (backends.host(host) if isinstance(host, str) else host).register(Store(IntConfig()).restore)
 
 
 def nbytes(model: Any, cache: Any) -> int:

@@ -22,12 +22,16 @@ from typing import Any
 import numpy as np
 
 from crosskv import backends, rope
-from crosskv.backends import Array, Rope
+from crosskv.backends import Array, NotSaved, Rope
 from crosskv.errors import BadInput
 from crosskv.quant import Planes, Quantised, dequantise, fixed_codes, fixed_values, quantise
 from crosskv.store import Pair, cat, cut, tokens
 from crosskv.subspace import Basis
 
+AS_A_WHOLE = (
+    "Layers that are compressed together cannot be saved or restored one by one, as the host's own cache files do it: "
+    "use crosskv.park and crosskv.resume."
+)
 Run = tuple[int, int, int]
 """Latents from start to stop have so many bits."""
 
@@ -188,6 +192,7 @@ class Group:
         self.clear()
         self.done, self.asked = 0, [0] * len(self.layers)
         self.last: tuple[Any, ...] = ()
+        self.forks: list[tuple[Group, set[int]]] = []  # copies that not every member has got yet, and who has
 
     def clear(self) -> None:
         none: list[Pair | None] = [None] * len(self.layers)
@@ -204,7 +209,7 @@ class Group:
         new = copy.copy(self)
         memo[id(self)] = new
         new.sinks, new.tails, new.asked = list(self.sinks), list(self.tails), list(self.asked)
-        new.scratch = None
+        new.scratch, new.forks = None, []
         return new
 
     # -- sizes --
@@ -215,6 +220,12 @@ class Group:
 
     def length(self, j: int) -> int:
         return tokens(self.sinks[j]) + self.packed_tokens + tokens(self.tails[j])
+
+    def batch(self, j: int) -> int:
+        pair = self.sinks[j] or self.tails[j]
+        if pair is not None:
+            return pair[0].shape[0]
+        return self.middle[0].packed[0][0].arrays[0].shape[0] if self.middle else 0
 
     def packed_share(self, j: int, side: int) -> int:
         """Bytes of the latents of keys (0) or values (1): a layer's own, or all of them the leader's when shared."""
@@ -244,6 +255,7 @@ class Group:
 
     def append(self, j: int, keys: Array, values: Array, positions: Any) -> Pair:
         self._check(j, keys, values)
+        self.forks = []
         self.dtype = backends.of(keys).dtype_of(keys)
         if not any(map(self.length, range(len(self.layers)))):
             self._place(keys, positions)
@@ -377,11 +389,27 @@ class Group:
                 raise BadInput(self._apart(f"layer {self.layers[j]} is asked to {name}, another was to {self.last[0]}"))
             self.asked[j] += 1
             return
-        if min(self.asked) < self.done or len({self.length(i) for i in range(len(self.layers))}) > 1:
-            raise BadInput(self._apart(f"layer {self.layers[j]} is asked to {name} while others lag behind"))
+        self._level(j, name)
+        self.forks = []
         act()
         self.done, self.last = self.done + 1, (name, arg)
         self.asked[j] += 1
+
+    def fork(self, j: int) -> Group:
+        """A copy that goes its own way: the n-th time that each member asks, it gets the same one as the others. What
+        changes the group in between leaves no copy behind for those who have not asked."""
+        self._level(j, "fork")
+        new, got = next(((g, got) for g, got in self.forks if j not in got), (None, set[int]()))
+        if new is None:
+            new = copy.deepcopy(self)
+            self.forks.append((new, got))
+        got.add(j)
+        self.forks = [f for f in self.forks if len(f[1]) < len(self.layers)]
+        return new
+
+    def _level(self, j: int, name: str) -> None:
+        if min(self.asked) < self.done or len({self.length(i) for i in range(len(self.layers))}) > 1:
+            raise BadInput(self._apart(f"layer {self.layers[j]} is asked to {name} while others lag behind"))
 
     def trim(self, n: int) -> None:
         keep = self.length(0) - n
@@ -473,6 +501,10 @@ class Member:
         return sum(a.nbytes for a in self.group.arrays(self.index))
 
     @property
+    def batch(self) -> int:
+        return self.group.batch(self.index)
+
+    @property
     def compressed_key_bytes(self) -> int:
         """Bytes held of this layer's key latents; of latents that layers share, the leader has all."""
         return self.group.packed_share(self.index, 0)
@@ -515,8 +547,11 @@ class Member:
         self.group.together(self.index, "reset", None, self.group.clear)
         return self
 
+    def fork(self) -> Member:
+        return Member(self.group.fork(self.index), self.index)
+
     def state(self) -> list[Any]:
-        return list(self.group.arrays(self.index))
+        return [*self.group.arrays(self.index), NotSaved(AS_A_WHOLE)]
 
     def restore(self, state: Sequence[Any]) -> Member:
-        raise BadInput("A group of compressed layers is restored as a whole: crosskv.park and crosskv.resume.")
+        raise BadInput(AS_A_WHOLE)

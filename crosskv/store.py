@@ -92,6 +92,10 @@ class Store:
         return sum(a.nbytes for a in self.arrays)
 
     @property
+    def batch(self) -> int:
+        return 0 if self._shape is None else self._shape[0]
+
+    @property
     def arrays(self) -> tuple[Array, ...]:
         """Everything that takes memory."""
         packed = () if self.middle is None else (*self.middle[0].arrays, *self.middle[1].arrays)
@@ -140,6 +144,9 @@ class Store:
 
     def clear(self) -> Store:
         return Store(self.config)
+
+    def fork(self) -> Store:
+        return self  # a value
 
     def state(self) -> list[Any]:
         def packed(q: Quantised | None) -> list[Any]:

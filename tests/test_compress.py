@@ -368,31 +368,6 @@ def test_what_mlx_lm_looks_for():
         cache.keys_and_values()
 
 
-def test_state_goes_through_mlx_lms_own_file_and_back(tmp_path, monkeypatch):
-    """save_prompt_cache writes it; load_prompt_cache finds classes in its own module only, so one is put there."""
-    from mlx_lm.models import cache as theirs
-
-    from crosskv.backends.mlx import HeldKVCache
-    from crosskv.store import Store
-
-    class Reader:
-        @staticmethod
-        def from_state(state):
-            cache = HeldKVCache(Store(IntConfig()))
-            cache.state = state
-            return cache
-
-    model = small("mlx")
-    monkeypatch.setattr(theirs, "HeldKVCache", Reader, raising=False)
-    for n, config in ((70, EIGHT), (70, IntConfig(3, 2, group=16, sinks=0, tail=0)), (1, EIGHT)):
-        mine = make_cache(model, config)
-        run(model, ids(n), mine)
-        theirs.save_prompt_cache(str(tmp_path / "c.safetensors"), mine)
-        back = theirs.load_prompt_cache(str(tmp_path / "c.safetensors"))
-        assert [c.nbytes for c in back] == [c.nbytes for c in mine] and back[0].offset == n
-        np.testing.assert_array_equal(run(model, ids(20, 1), back), run(model, ids(20, 1), mine))
-
-
 def test_mlx_rows_can_be_reordered():
     import mlx.core as mx
 

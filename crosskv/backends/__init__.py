@@ -99,6 +99,11 @@ class Held(Protocol):
         """Bytes of the arrays held."""
         ...
 
+    @property
+    def batch(self) -> int:
+        """Sequences held; 0 before the first token."""
+        ...
+
     def append(self, keys: Array, values: Array, positions: Any = None) -> tuple[Held, tuple[Array, Array]]:
         """With [B, H, T, D] more tokens; and all keys and values for this step's attention.
 
@@ -122,11 +127,27 @@ class Held(Protocol):
         """As before the first token."""
         ...
 
+    def fork(self) -> Held:
+        """A copy that goes its own way; the members of a group get the same one, each asking as often as the others."""
+        ...
+
     def state(self) -> list[Any]:
-        """Arrays, None and numbers, always as many; `restore` of the same kind has the same tokens again."""
+        """Arrays, None and numbers, always as many; `restore` of the same kind has the same tokens again. With a
+        NotSaved among them it is for evaluating only."""
         ...
 
     def restore(self, state: Sequence[Any]) -> Held: ...
+
+
+class NotSaved:
+    """Part of a state that is not the whole story. A host that writes states to files finds something that it cannot
+    write, and the sentence in which it means to say so raises ours instead."""
+
+    def __init__(self, why: str):
+        self.why = why
+
+    def __format__(self, spec: str) -> str:
+        raise BadInput(self.why)
 
 
 class Models(Protocol):
@@ -200,6 +221,10 @@ class Models(Protocol):
 
     def put(self, cache: Any, layer: int, held: Held) -> None:
         """Let a layer of a `held_cache` keep its tokens in `held`."""
+        ...
+
+    def register(self, restore: Callable[[Sequence[Any]], Held]) -> None:
+        """Let the host's own function that reads files of caches make ours, with what `restore` makes of a state."""
         ...
 
     def cache_bytes(self, cache: Any) -> int:

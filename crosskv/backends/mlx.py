@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from crosskv.backends import Held, Layers, Rope
+from crosskv.backends import Held, Layers, NotSaved, Rope
 from crosskv.errors import BadInput, MatchedKVError
 
 xp = mx
@@ -89,10 +89,18 @@ def describe(model: Any) -> dict[str, Any]:
     }
 
 
-def check(model: Any) -> None:
-    from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+def _own_caches(model: Any) -> list[Any]:
+    """As make_prompt_cache makes them, but for a make_cache that was set on this one model: it may be crosskv's."""
+    from mlx_lm.models.cache import KVCache
 
-    caches = make_prompt_cache(model)
+    make = getattr(type(model), "make_cache", None)
+    return [KVCache() for _ in model.layers] if make is None else make(model)
+
+
+def check(model: Any) -> None:
+    from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+    caches = _own_caches(model)
     if len(caches) != len(model.layers):
         raise MatchedKVError(
             f"{describe(model)['kind']}: {len(model.layers)} layers share {len(caches)} caches. "
@@ -187,10 +195,10 @@ def capture(model: Any, tokens: Any, mask: Any = None, past: Layers | None = Non
 
 
 def install(model: Any, layers: Layers, mask: Any = None) -> Any:
-    from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, RotatingKVCache, make_prompt_cache
+    from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, RotatingKVCache
 
     dtype, padding = _dtype(model), _padding(mask)
-    caches = make_prompt_cache(model)
+    caches = _own_caches(model)
     if padding is not None:
         caches = [
             BatchRotatingKVCache(c.max_size, padding) if isinstance(c, RotatingKVCache) else BatchKVCache(padding)
@@ -216,10 +224,8 @@ def read(model: Any, cache: Any) -> dict[int, tuple[mx.array, mx.array]]:
 
 
 def logits(model: Any, tokens: Any, cache: Any = None, mask: Any = None) -> mx.array:
-    from mlx_lm.models.cache import make_prompt_cache
-
     if cache is None:
-        cache = make_prompt_cache(model) if _padding(mask) is None else _full_cache(model, mask, None)
+        cache = _own_caches(model) if _padding(mask) is None else _full_cache(model, mask, None)
     out = model(mx.array(np.asarray(tokens)), cache=cache)
     mx.eval(out)
     return out
@@ -242,9 +248,8 @@ def open_model(place: str, dtype: str = "float32") -> tuple[Any, Any]:
 
 def generate(model: Any, tokenizer: Any, ids: Sequence[int], limit: int, cache: Any = None) -> list[int]:
     from mlx_lm.generate import generate_step
-    from mlx_lm.models.cache import make_prompt_cache
 
-    cache = make_prompt_cache(model) if cache is None else cache
+    cache = _own_caches(model) if cache is None else cache
     rest = mx.array(list(ids)[cache[0].offset :])
     out: list[int] = []
     for token, _ in generate_step(rest, model, max_tokens=limit, prompt_cache=cache):
@@ -254,14 +259,59 @@ def generate(model: Any, tokenizer: Any, ids: Sequence[int], limit: int, cache: 
     return out
 
 
-class HeldKVCache:
-    """An mlx-lm cache of one layer that keeps its tokens in a `Held`.
+class _NoArraysError(BadInput, AttributeError):
+    """hasattr says False."""
+
+
+class _Packed:
+    """What a cache of one sequence and one of a batch have in common.
 
     No attribute here may be called bits or group_size: mlx-lm would take the arrays for its own quantised ones.
     """
 
+    @property
+    def keys(self) -> mx.array:  # mlx-lm's own caches look here when they are to be batched with one of ours
+        raise _NoArraysError(
+            "A packed cache has no plain arrays of keys. In a batch with packed caches every prompt needs one of "
+            "crosskv.make_cache: pass them, or set model.make_cache = lambda: crosskv.make_cache(model, config)."
+        )
+
+    _idx = keys
+
+    def is_trimmable(self) -> bool:
+        return True
+
+
+class HeldKVCache(_Packed):
+    """An mlx-lm cache of one layer that keeps its tokens in a `Held`.
+
+    mlx_lm's save_prompt_cache writes those of plain integers, and load_prompt_cache reads them in any process that has
+    made a packed cache or called `crosskv.compress.register()`; it says KeyError: 'HeldKVCache' elsewhere. Layers that
+    are compressed together are refused. In mlx_lm's batches a `HeldBatchCache` takes the rows in.
+    """
+
+    restore: Callable[[Sequence[Any]], Held]
+    """What makes a `Held` of a saved state; see `register`."""
+
     def __init__(self, new: Held, about: Any = None):
         self.held, self.about = new, about
+
+    @classmethod
+    def from_state(cls, state: Sequence[Any]) -> HeldKVCache:
+        return cls(cls.restore(state))
+
+    @classmethod
+    def merge(cls, caches: Sequence[Any]) -> HeldBatchCache:
+        """A batch with these sequences as they are now; the caches are not changed by what happens to it."""
+        for i, c in enumerate(caches):
+            if not isinstance(c, HeldKVCache):
+                raise BadInput(
+                    f"Prompt {i} of this batch has a {type(c).__name__}, others a packed cache: give each a cache of "
+                    "crosskv.make_cache."
+                )
+            if c.held.batch > 1:
+                raise BadInput(f"The cache of prompt {i} holds {c.held.batch} sequences; in a batch each has its own.")
+        return HeldBatchCache([c.held.fork() for c in caches], caches[0].about)
 
     @property
     def offset(self) -> int:
@@ -290,13 +340,10 @@ class HeldKVCache:
 
         return create_attention_mask(n, offset=self.offset, return_array=return_array, window_size=window_size)
 
-    def is_trimmable(self) -> bool:
-        return True
-
     def trim(self, n: int) -> int:
-        n = min(n, self.offset)
-        self.held = self.held.trim(n)
-        return n
+        length = self.offset
+        self.held = self.held.trim(n)  # n itself: layers of a group are shorter once the first has trimmed all of them
+        return min(n, length)
 
     def select(self, rows: mx.array) -> None:
         """Keep (or repeat, or reorder) the given rows of the batch."""
@@ -314,11 +361,140 @@ class HeldKVCache:
         return self.held.nbytes
 
 
+class HeldBatchCache(_Packed):
+    """A layer's cache of an mlx-lm batch: one `Held` for each sequence, so that neither padding nor another sequence's
+    tokens are ever packed with its own. Sequences are lined up, padded on the left, for attention alone.
+
+    batch_generate and BatchGenerator make it out of `HeldKVCache`s: those passed as prompt_caches, or those that the
+    model makes for every prompt after `model.make_cache = lambda: crosskv.make_cache(model, config)`.
+    """
+
+    def __init__(self, rows: Sequence[Held], about: Any = None):
+        self.rows, self.about = list(rows), about
+        self.skip = [0] * len(self.rows)  # left padding that is still to come
+        self.coming: list[tuple[int, int]] | None = None  # tokens and right padding that are still to come
+
+    @property
+    def lengths(self) -> list[int]:
+        return [r.length for r in self.rows]
+
+    @property
+    def offset(self) -> mx.array:
+        """The position of each sequence's next column; below 0 for left padding."""
+        return mx.array([n - s for n, s in zip(self.lengths, self.skip, strict=True)])
+
+    def prepare(
+        self,
+        *,
+        left_padding: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
+        right_padding: Sequence[int] | None = None,
+    ) -> None:
+        """Say how many of the next columns of each sequence are padding. lengths: the tokens before right_padding."""
+        if left_padding is not None:
+            if not self.empty():
+                raise BadInput("Left padding can only be added to an empty batch.")
+            self.skip = [s + int(n) for s, n in zip(self.skip, left_padding, strict=True)]
+        if right_padding is not None and max(right_padding) > 0:
+            if lengths is None:
+                raise BadInput("prepare needs lengths with right_padding: what is packed cannot be taken out again.")
+            self.coming = [(int(n), int(p)) for n, p in zip(lengths, right_padding, strict=True)]
+
+    def finalize(self) -> None:
+        self.coming = None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        if keys.shape[0] != len(self.rows):
+            raise BadInput(f"This cache holds {len(self.rows)} sequences, the new tokens are of {keys.shape[0]}.")
+        before, n = max(self.lengths), keys.shape[-2]
+        both = [self._update(i, keys[i : i + 1], values[i : i + 1], before, n) for i in range(len(self.rows))]
+        k, v = (mx.concatenate(list(x)) for x in zip(*both, strict=True))
+        return k, v
+
+    def _update(self, i: int, keys: mx.array, values: mx.array, before: int, n: int) -> tuple[mx.array, ...]:
+        """Sequence i with its share of n more columns, to the right of `before`."""
+        skip = min(n, self.skip[i])
+        self.skip[i] -= skip
+        take = n - skip
+        if self.coming is not None:
+            tokens, padding = self.coming[i]
+            take = min(take, tokens)
+            self.coming[i] = tokens - take, padding - (n - skip - take)
+            if self.coming[i][1] < 0:
+                raise BadInput(
+                    "More tokens than prepare has announced: call finalize when the padded prompts are read."
+                )
+        row = self.rows[i]
+        if not take:  # nobody looks at what padding attends to
+            return mx.zeros_like(_columns(keys, before, 0)), mx.zeros_like(_columns(values, before, 0))
+        left = before - row.length + skip
+        self.rows[i], both = row.append(*(x[..., skip : skip + take, :] for x in (keys, values)))
+        return tuple(_columns(x, left, n - skip - take) for x in both)
+
+    def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+        from mlx_lm.models.base import create_causal_mask
+
+        before = max(self.lengths)
+        padding = mx.array([before - m + s for m, s in zip(self.lengths, self.skip, strict=True)])
+        return create_causal_mask(n, offset=before, left_padding=padding, window_size=window_size)
+
+    def filter(self, batch_indices: Any) -> None:
+        """Keep the sequences with these numbers."""
+        keep = [int(i) for i in batch_indices]
+        # One that is asked for twice goes two ways.
+        self.rows = [self.rows[i].fork() if i in keep[:at] else self.rows[i] for at, i in enumerate(keep)]
+        self.skip = [self.skip[i] for i in keep]
+        self.coming = None if self.coming is None else [self.coming[i] for i in keep]
+
+    def extend(self, other: Any) -> None:
+        """Take over the sequences of another batch."""
+        if not isinstance(other, HeldBatchCache):
+            raise BadInput(
+                f"A batch of packed caches cannot take in a {type(other).__name__}: give every prompt a cache of "
+                "crosskv.make_cache."
+            )
+        if self.coming is not None or other.coming is not None:
+            raise BadInput("Call finalize on both batches before they become one.")
+        self.rows, self.skip = self.rows + other.rows, self.skip + other.skip
+
+    def extract(self, idx: int) -> HeldKVCache:
+        """Sequence idx as it is now; what follows in the batch does not change it."""
+        return HeldKVCache(self.rows[idx].fork(), self.about)
+
+    def trim(self, n: int) -> int:
+        """Without the last n tokens of every sequence (at most all)."""
+        longest = self.size()
+        self.rows = [r.trim(n) for r in self.rows]
+        return min(n, longest)
+
+    @property
+    def state(self) -> list[Any]:
+        return [
+            *(r.state() for r in self.rows),
+            NotSaved("A batch is not saved as such: save what extract(row) gives."),
+        ]
+
+    def size(self) -> int:
+        return max(self.lengths, default=0)
+
+    def empty(self) -> bool:
+        return self.size() == 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays that the layer holds now, of all sequences."""
+        return sum(r.nbytes for r in self.rows)
+
+
+def _columns(x: mx.array, left: int, right: int) -> mx.array:
+    return mx.pad(x, [(0, 0), (0, 0), (left, right), (0, 0)]) if left or right else x
+
+
 def full_layers(model: Any) -> list[int]:
-    from mlx_lm.models.cache import KVCache, make_prompt_cache
+    from mlx_lm.models.cache import KVCache
 
     check(model)
-    return [i for i, c in enumerate(make_prompt_cache(model)) if type(c) is KVCache]
+    return [i for i, c in enumerate(_own_caches(model)) if type(c) is KVCache]
 
 
 def weight(model: Any) -> mx.array:
@@ -326,10 +502,8 @@ def weight(model: Any) -> mx.array:
 
 
 def held_cache(model: Any, new: Callable[[int], Held], layers: Layers | None = None, about: Any = None) -> list[Any]:
-    from mlx_lm.models.cache import make_prompt_cache
-
     full = full_layers(model)
-    caches = [HeldKVCache(new(i), about) if i in full else c for i, c in enumerate(make_prompt_cache(model))]
+    caches = [HeldKVCache(new(i), about) if i in full else c for i, c in enumerate(_own_caches(model))]
     for i, kv in (layers or {}).items():
         caches[i].update_and_fetch(*(x.astype(_dtype(model)) for x in kv))
     mx.eval([c.state for c in caches])
@@ -345,6 +519,13 @@ def held(cache: Any) -> tuple[list[Held | None], Any]:
 
 def put(cache: Any, layer: int, held: Held) -> None:
     cache[layer].held = held
+
+
+def register(restore: Callable[[Sequence[Any]], Held]) -> None:
+    from mlx_lm.models import cache
+
+    HeldKVCache.restore = staticmethod(restore)
+    cache.HeldKVCache = HeldKVCache  # load_prompt_cache finds classes by name among its own module's
 
 
 def cache_bytes(cache: Any) -> int:
