@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,8 @@ LEAST = 2.0**-9
 @dataclass(frozen=True)
 class SideBasis:
     """Keys or values of one group, float32 arrays on the host (vectors float16): mean, scale [F]; vectors [F, r];
-    limits, errors [options, r], the clipping and the mean squared error for every number of bits of subspace.BITS.
+    limits, errors [options, r], the clipping and the mean squared error for every number of bits of subspace.BITS;
+    rest [1], the mean square of what lies outside the vectors. Errors are in units of the scale.
     """
 
     mean: np.ndarray
@@ -47,6 +48,11 @@ class SideBasis:
     vectors: np.ndarray
     limits: np.ndarray
     errors: np.ndarray
+    rest: np.ndarray
+
+    @property
+    def outside(self) -> float:
+        return float(self.rest[0])
 
     def side(self, bits: np.ndarray, like: Any) -> Side:
         """With these bits per latent, on the device of `like`; latents without bits are left out, most bits first."""
@@ -100,15 +106,14 @@ class Calibrated:
         lost = features = 0.0
         for pair, both in zip(self.sides, bits, strict=True):
             for s, b in zip(pair, both, strict=True):
-                outside = max(0.0, len(s.mean) - float(s.errors[0].sum()))
-                lost += outside + float(s.errors[np.searchsorted(BITS, b), np.arange(len(b))].sum())
-                features += len(s.mean)
+                lost += s.outside + float(s.errors[np.searchsorted(BITS, b), np.arange(len(b))].sum())
+                features += s.outside + float(s.errors[0].sum())
         return lost / features
 
     def save(self, directory: str | Path) -> Path:
         """Write calibrated.safetensors and calibrated.json to a directory, which is replaced as a whole."""
         path = Path(directory).expanduser().absolute()
-        names = ("mean", "scale", "vectors", "limits", "errors")
+        names = [f.name for f in fields(SideBasis)]
         tensors = {
             f"{i}.{kind}.{n}": getattr(s, n)
             for i, pair in enumerate(self.sides)
@@ -141,7 +146,7 @@ class Calibrated:
             if sha256(path / "calibrated.safetensors") != about["sha256"]:
                 raise BadArtifact(f"{path}: calibrated.safetensors is not the file that was written. Copy it again.")
             t = Tensors(path / "calibrated.safetensors")
-            names = ("mean", "scale", "vectors", "limits", "errors")
+            names = [f.name for f in fields(SideBasis)]
             groups = tuple(tuple(g) for g in about["groups"])
             sides = tuple(
                 tuple(SideBasis(*(t[f"{i}.{kind}.{n}"] for n in names)) for kind in ("keys", "values"))
@@ -312,18 +317,23 @@ def _ranged(
 ) -> list[tuple[SideBasis, SideBasis]]:  # fmt: skip
     """The bases with quantisers whose ranges suit the held-out sequences."""
     seen: list[list[list[np.ndarray]]] = [[[], []] for _ in groups]
+    lost = np.zeros((len(groups), 2))
     for batch in _batches([s for s in held if len(s) > skip], size):
         for g, pair in enumerate(_rows(model, spec, batch, groups, skip)):
             for side, x in enumerate(pair):
                 mean, scale, vectors = fitted[g][side]
-                a = backends.of(x).to_numpy(x)
-                seen[g][side].append((a - mean.astype(np.float32)) / scale.astype(np.float32) @ vectors.astype(np.float32))
+                a = (backends.of(x).to_numpy(x) - mean.astype(np.float32)) / scale.astype(np.float32)
+                latents = a @ vectors.astype(np.float32)
+                seen[g][side].append(latents)
+                lost[g][side] += float((a * a).sum() - (latents * latents).sum())
     out = []
     for g, pair in enumerate(fitted):
         both = []
         for side, (mean, scale, vectors) in enumerate(pair):
-            limits, errors = fixed_steps(np.concatenate(seen[g][side]))
-            both.append(SideBasis(*(a.astype(np.float32) for a in (mean, scale)), vectors.astype(np.float16),
-                                  limits.astype(np.float32), errors.astype(np.float32)))  # fmt: skip
+            latents = np.concatenate(seen[g][side])
+            limits, errors = fixed_steps(latents)
+            rest = np.array([max(0.0, lost[g, side]) / len(latents)])
+            mean, scale, limits, errors, rest = (a.astype(np.float32) for a in (mean, scale, limits, errors, rest))
+            both.append(SideBasis(mean, scale, vectors.astype(np.float16), limits, errors, rest))
         out.append((both[0], both[1]))
     return out

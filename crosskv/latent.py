@@ -185,6 +185,7 @@ class Group:
 
     def __init__(self, codec: Codec, layers: Sequence[int], ropes: Sequence[Rope], heads: int):
         self.codec, self.layers, self.ropes, self.heads = codec, tuple(layers), tuple(ropes), heads
+        self.all = [self]  # the groups of one cache, in the order of their first layers; see `link`
         self.clear()
         self.done, self.asked = 0, [0] * len(self.layers)
         self.last: tuple[Any, ...] = ()
@@ -205,6 +206,7 @@ class Group:
         memo[id(self)] = new
         new.sinks, new.tails, new.asked = list(self.sinks), list(self.tails), list(self.asked)
         new.scratch = None
+        new.all = copy.deepcopy(self.all, memo)
         return new
 
     # -- sizes --
@@ -318,11 +320,11 @@ class Group:
         fold = max(0, t - take - c.tail) // c.block * c.block
         if not self.middle and fold < c.first:
             fold = 0
+        if fold:  # before anything is moved: it may raise, and no token may be held twice
+            self._pack(take, fold)
         for j in range(len(self.layers)) if take else ():
             first = cut(self.tails[j], 0, take)
             self.sinks[j] = first if self.sinks[j] is None else cat(self.sinks[j], first)
-        if fold:
-            self._pack(take, fold)
         for j in range(len(self.layers)) if take + fold else ():
             self.tails[j] = cut(self.tails[j], take + fold, t) if take + fold < t else None
 
@@ -334,7 +336,7 @@ class Group:
 
     def _pack(self, start: int, n: int) -> None:
         """n tokens of the tails, from `start`, become latents."""
-        before = tokens(self.sinks[0]) + self.packed_tokens
+        before = tokens(self.sinks[0]) + self.packed_tokens + start
         keys, values = [], []
         for j, tail in enumerate(self.tails):
             k, v = (x[..., start : start + n, :] for x in tail)  # type: ignore[union-attr]
@@ -434,6 +436,12 @@ class Group:
             raise BadInput(self._apart(f"not every layer was asked to {self.last[0]}"))
         if self.length(j) > min(self.length(i) for i in range(len(self.layers))):
             raise BadInput(self._apart(f"layer {self.layers[j]} gets tokens again before the others have theirs"))
+        ahead, own = self.all[0], self.length(j)
+        if ahead is not self and ahead.length(0) != own + keys.shape[-2]:
+            raise BadInput(self._apart(f"layer {ahead.layers[0]} holds {ahead.length(0)} tokens and this one {own}"))
+        for g in self.all if ahead is self and j == 0 else ():
+            if {g.length(i) for i in range(len(g.layers))} != {own}:
+                raise BadInput(g._apart(f"they do not all hold {own} tokens, as layer {self.layers[0]} does"))
         held = self.sinks[j] or self.tails[j]
         if held is not None and (held[0].shape[:2], held[0].shape[-1]) != (keys.shape[:2], keys.shape[-1]):
             raise BadInput(
@@ -446,6 +454,14 @@ class Group:
             f"Layers {list(self.layers)} share one compressed cache, but {what}. Use the cache with one model, one "
             "call at a time; after an interrupted call make a new one."
         )
+
+
+def link(groups: Sequence[Group]) -> None:
+    """Make these the groups of one cache: when they come apart, by a call that was interrupted between two of them or
+    a trim of one alone, the next token is refused. The first one has the model's first layer.
+    """
+    for g in groups:
+        g.all = list(groups)
 
 
 @dataclass(frozen=True)

@@ -241,6 +241,8 @@ def runs(bits: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
     return tuple((a, b, int(bits[a])) for a, b in pairwise(cuts) if b > a and bits[a] > 0)
 
 
-def check_rank(rank: Any, most: int, name: str) -> None:
-    if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= most:
-        raise BadInput(f"{name} must be an integer from 1 to {most}, got {rank!r}.")
+def check_rank(rank: Any, most: int | None, name: str) -> None:
+    """most: None where the model is not known yet."""
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= (rank if most is None else most):
+        wanted = "of at least 1" if most is None else f"from 1 to {most}"
+        raise BadInput(f"{name} must be an integer {wanted}, got {rank!r}.")

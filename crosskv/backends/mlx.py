@@ -294,9 +294,9 @@ class HeldKVCache:
         return True
 
     def trim(self, n: int) -> int:
-        n = min(n, self.offset)
-        self.held = self.held.trim(n)
-        return n
+        done = min(n, self.offset)
+        self.held = self.held.trim(n)  # not done: layers that share a group have to ask for the same
+        return done
 
     def select(self, rows: mx.array) -> None:
         """Keep (or repeat, or reorder) the given rows of the batch."""
