@@ -172,11 +172,11 @@ def _check_bits(bits: Any, ratio: bool) -> None:
         return
     shares = list(bits) if isinstance(bits, (tuple, list)) else [bits]
     for n in shares:
-        if isinstance(n, bool) or n not in BITS or n == 0 == bits:
+        if isinstance(n, bool) or n not in BITS or (n == 0 and isinstance(bits, int)):
             raise BadInput(f"bits must be of {[b for b in BITS if b]} (or 0 for a share to drop), got {n!r}.")
     if not shares or shares[0] == 0 or shares != sorted(shares, reverse=True):
         raise BadInput(f"bits of shares, the strongest latents first, must not rise nor all be 0; got {bits!r}.")
-    if ratio and shares is not bits and not isinstance(bits, int):
+    if ratio and not isinstance(bits, int):
         raise BadInput("With ratio, bits must be one number, or left out to be allocated.")
 
 
@@ -254,7 +254,8 @@ def _fitting(tables: list[np.ndarray], budget: float) -> list[np.ndarray]:
 
 def _code_bits(bits: np.ndarray) -> int:
     """Bits that the codes of a token take with these bits per latent: every plane is padded to a whole byte."""
-    return sum(-(-(j - i) * w // 8) * 8 for i, j, n in runs(bits) for w in PLANES[n])
+    sizes = [(j - i) * w for i, j, n in runs(bits) for w in PLANES[n]]
+    return sum(8 * -(-n // 8) for n in sizes)
 
 
 def make_cache(model: Any, config: IntConfig | XKVConfig | None = None, cache: Any = None) -> Any:

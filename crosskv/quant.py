@@ -122,9 +122,7 @@ class Planes:
 
 
 def fixed_codes(x: Shaped[Any, "*B T D"], bits: int, limits: Shaped[Any, " D"]) -> Planes:
-    """x in `bits` bits between -limits and limits, clipped: code = round((x + limit) / step), step = 2 limit / (2^bits -
-    1).
-    """
+    """x in `bits` bits, clipped: code = round((x + limit) / step), step = 2 limit / (2^bits - 1)."""
     b = backends.of(x)
     levels = 2**bits - 1
     codes = b.xp.clip(b.xp.round((_wide(x) + limits) * (levels / 2 / limits)), 0, levels)

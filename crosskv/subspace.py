@@ -183,7 +183,8 @@ def allocate(errors: Sequence[Float[np.ndarray, "options r"]], budget: float) ->
     Returns the bits of each table's latents.
     """
     table = np.concatenate([np.asarray(e, np.float64) for e in errors], 1)
-    gains, costs, owners, options = [], [], [], []
+    gains: list[float] = []
+    costs, owners, options = [], [], []
     for column in range(table.shape[1]):
         at = 0
         while at < len(BITS) - 1:  # the steepest way down from here is an edge of the hull
@@ -235,7 +236,7 @@ def _clipped_error(x: np.ndarray, limit: float, bits: int) -> np.ndarray:
     return ((codes * step - np.float32(limit) - x) ** 2).mean(0)
 
 
-def runs(bits: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+def runs(bits: Sequence[int] | np.ndarray) -> tuple[tuple[int, int, int], ...]:
     """(start, stop, bits) of the stretches of equal bits; those with none are left out."""
     cuts = [0, *(i for i in range(1, len(bits)) if bits[i] != bits[i - 1]), len(bits)]
     return tuple((a, b, int(bits[a])) for a, b in pairwise(cuts) if b > a and bits[a] > 0)

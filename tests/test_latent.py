@@ -429,7 +429,7 @@ def test_trim_anywhere_and_go_on(host, place, config):
 
 @HOSTS
 def test_trim_cuts_a_scale_group_as_two_lines_of_numpy_do(host):
-    """8-bit latents with a scale per 8 tokens: 20 off 77 leaves 7 blocks packed, and 1 token, as it read, in the tail."""
+    """8-bit latents, a scale for 8 tokens: 20 off 77 leaves 6 blocks packed, and 7 tokens, as they read, in the tail."""
     model = small(host)
     mine = make_cache(model, EIGHT)
     run(model, ids(77), mine)
@@ -801,9 +801,11 @@ def test_a_rope_that_scales(host):
     from conftest import LLAMA3, YARN
 
     for scaling in (LLAMA3, YARN):
-        model = hf("Llama", rope_parameters=scaling) if host == "torch" else mlx(
-            "llama", rope_scaling={k: v for k, v in scaling.items() if k != "rope_theta"}, rope_theta=scaling["rope_theta"]
-        )  # fmt: skip
+        if host == "torch":
+            model = hf("Llama", rope_parameters=scaling)
+        else:
+            theta = scaling["rope_theta"]
+            model = mlx("llama", rope_scaling={k: v for k, v in scaling.items() if k != "rope_theta"}, rope_theta=theta)
         mine, own = make_cache(model, FULL), new(model)
         for part in (ids(90), ids(4, 1)):
             same(run(model, part, mine), run(model, part, own))
@@ -880,8 +882,8 @@ def test_ranks_that_the_model_does_not_have_are_refused_at_once(host):
 @HOSTS
 def test_more_bits_shares_than_latents_and_one_latent(host):
     model = small(host)
-    for options in ({"rank_keys": 1, "rank_values": 1, "bits": 4}, {"rank_keys": 2, "rank_values": 3, "bits": (8, 4, 2, 0)},
-                    {"energy": 1e-6, "bits": 2}):  # fmt: skip
+    few, fewer = {"rank_keys": 2, "rank_values": 3, "bits": (8, 4, 2, 0)}, {"rank_keys": 1, "rank_values": 1, "bits": 4}
+    for options in (few, fewer, {"energy": 1e-6, "bits": 2}):
         mine = make_cache(model, XKVConfig(group=2, **SMALL, **options))
         for part in (ids(60), ids(20, 1)):
             assert np.isfinite(run(model, part, mine)).all()

@@ -175,7 +175,7 @@ def test_backends_make_the_same_bytes():
     seed=st.integers(0, 99),
 )
 def test_fixed_codes_are_the_nearest_of_the_levels(name, bits, tokens, channels, size, seed):
-    """Against a search over all 2^bits levels, -limit to limit, in float64: the nearest, to rounding; beyond, clipped."""
+    """Against a search over all 2^bits levels, -limit to limit, in float64: the nearest to rounding, or clipped."""
     rng = np.random.default_rng(seed)
     limits = rng.uniform(0.5, 2, channels) * size
     x = made(name, rng.standard_normal((2, tokens, channels)) * size)
