@@ -42,7 +42,7 @@ LEAST = 2.0**-9
 class SideBasis:
     """Keys or values of one group, float32 arrays on the host (vectors float16): mean, scale [F]; vectors [F, r];
     limits, errors [options, r], the clipping and the mean squared error for every number of bits of subspace.BITS;
-    outside [1], the mean square of what lies outside the vectors. Errors are in units of the scale.
+    rest [1], the mean square of what lies outside the vectors. Errors are in units of the scale.
     """
 
     mean: np.ndarray
@@ -304,7 +304,7 @@ def _rows(
         still[i] = (rope.unrotate(k, rope.tables(r, at, k, "float32"), r.interleaved), v)
     for g in groups:
         pair = [gathered([still[i][side] for i in g], "joint") for side in (0, 1)]
-        yield tuple(x.reshape(-1, x.shape[-1]) for x in pair)  # type: ignore[misc]
+        yield tuple(x.reshape(-1, x.shape[-1]) for x in pair)
 
 
 def _batches(stream: list[list[int]], size: int) -> Iterator[list[list[int]]]:

@@ -22,7 +22,7 @@ from crosskv import backends
 from crosskv.backends import Array, Held
 from crosskv.calibrated import Calibrated, contiguous
 from crosskv.errors import BadInput, MatchedKVError, known_fields, nearest
-from crosskv.latent import Codec, Coder, Group, Side
+from crosskv.latent import Codec, Coder, Group, Side, link
 from crosskv.layout import ModelKVSpec
 from crosskv.live import measured
 from crosskv.quant import PLANES
@@ -90,18 +90,21 @@ class XKVConfig:
             raise BadInput(f"basis must be a Calibrated, its directory, 'tokens' or 'features'; got {self.basis!r}.")
         if self.group != "all" and (not isinstance(self.group, int) or isinstance(self.group, bool) or self.group < 1):
             raise BadInput(f"group must be a number of layers, at least 1, or 'all'; got {self.group!r}.")
-        if self.energy is not None and not 0 < self.energy <= 1:
+        if self.energy is not None and not (isinstance(self.energy, (int, float)) and 0 < self.energy <= 1):
             raise BadInput(f"energy must be above 0 and at most 1, got {self.energy!r}.")
         if self.ratio is not None and not (isinstance(self.ratio, (int, float)) and 1 < self.ratio < 1e4):
             raise BadInput(f"ratio must be above 1, got {self.ratio!r}.")
+        for name in ("rank_keys", "rank_values"):
+            if getattr(self, name) is not None:
+                check_rank(getattr(self, name), None, name)
+        if not self.values and self.rank_values is not None:
+            raise BadInput("With values=False values are kept as they are; leave rank_values out.")
         sizes = [n for n in ("rank_keys", "rank_values", "energy") if getattr(self, n) is not None]
         if self.ratio is not None and sizes:
             raise BadInput(f"ratio sets ranks by itself; leave {', '.join(sizes)} out, or ratio.")
         if calibrated and (sizes or self.bits is not None or self.ratio is None or not self.values):
             raise BadInput("With a calibrated basis give ratio alone: it sets ranks and bits of keys and values.")
-        for bits in [self.bits] if isinstance(self.bits, (int, type(None))) else self.bits:
-            if bits is not None and (bits not in BITS or (bits == 0 and isinstance(self.bits, int))):
-                raise BadInput(f"bits must be of {[b for b in BITS if b]} (or 0 for a share to drop), got {bits!r}.")
+        _check_bits(self.bits, self.ratio is not None)
 
 
 def _fitted(c: XKVConfig, keys: Sequence[Array], values: Sequence[Array]) -> tuple[Side, Side]:
@@ -114,8 +117,6 @@ def _fitted(c: XKVConfig, keys: Sequence[Array], values: Sequence[Array]) -> tup
     for name in ("keys", "values") if c.values else ("keys",):
         layers, rank = (keys, c.rank_keys) if name == "keys" else (values, c.rank_values)
         x = gathered(layers, kind)
-        if rank is not None:
-            check_rank(rank, x.shape[-1], f"rank_{name}")
         most = _most(x.shape[-1], rows, x.shape[2], c) if c.ratio is not None else rank
         found.append(prompt_basis(x, kind, most, c.energy, dtype))
     if c.ratio is not None:
@@ -125,6 +126,19 @@ def _fitted(c: XKVConfig, keys: Sequence[Array], values: Sequence[Array]) -> tup
             _shortened(Side(basis, Coder(_uniform(c.bits, basis.rank), None, c.block, dtype))) for basis, _ in found
         ]
     return sides[0], sides[1] if c.values else Side(None, Coder())
+
+
+def _check_bits(bits: Any, ratio: bool) -> None:
+    if bits is None:
+        return
+    shares = list(bits) if isinstance(bits, (tuple, list)) else [bits]
+    for n in shares:
+        if isinstance(n, bool) or n not in BITS or (n == 0 and isinstance(bits, int)):
+            raise BadInput(f"bits must be of {[b for b in BITS if b]} (or 0 for a share to drop), got {n!r}.")
+    if not shares or shares[0] == 0 or shares != sorted(shares, reverse=True):
+        raise BadInput(f"bits of shares, the strongest latents first, must not rise nor all be 0; got {bits!r}.")
+    if ratio and not isinstance(bits, int):
+        raise BadInput("With ratio, bits must be one number, or left out to be allocated.")
 
 
 def _uniform(bits: int | Sequence[int] | None, rank: int) -> tuple[tuple[int, int, int], ...]:
@@ -160,18 +174,20 @@ def _within(found: list[tuple[Basis, np.ndarray]], rows: int, tokens: int, c: XK
     budget = len(found) * 16 * features * rows * tokens / c.ratio
     strongest = np.sort(np.concatenate([v for _, v in found]))[::-1]
     each = 16 * features + rows * tokens * SCALE_BITS / c.block
+    means = 16 * features * sum(basis.mean is not None for basis, _ in found)
     best: tuple[float, list[np.ndarray]] | None = None
-    for n in sorted({int(x) for x in np.geomspace(len(found), len(strongest), 24)}):
-        left = (budget - n * each) / (rows * tokens)
-        if left < 2 * len(found):
-            break
+    for n in sorted({int(x) for x in np.geomspace(1, len(strongest), 24)}):
         kept = [max(1, int((v >= strongest[n - 1]).sum())) for _, v in found]
+        left = (budget - sum(kept) * each - means) / (rows * tokens)
+        if left < 8 * len(found):
+            break
         if isinstance(c.bits, int):
-            if c.bits * sum(kept) > left:
-                break
             bits = [np.full(k, c.bits) for k in kept]
         else:
-            bits = allocate([np.outer(MINMAX, v[:k]) for (_, v), k in zip(found, kept, strict=True)], left)
+            tables = [np.outer(MINMAX, v[:k]) for (_, v), k in zip(found, kept, strict=True)]
+            bits = _fitting(tables, left)
+        if sum(map(_code_bits, bits)) > left:
+            continue
         error = sum(
             float((np.asarray(MINMAX)[np.searchsorted(BITS, b)] * v[: len(b)]).sum() + v[len(b) :].sum())
             for b, (_, v) in zip(bits, found, strict=True)
@@ -179,16 +195,34 @@ def _within(found: list[tuple[Basis, np.ndarray]], rows: int, tokens: int, c: XK
         if best is None or error < best[0]:
             best = (error, bits)
     if best is None:
-        least = len(found) * (each + 2 * rows * tokens)
+        least = means + len(found) * (each + 8 * rows * tokens)
         raise BadInput(
             f"A ratio of {c.ratio:g} cannot be reached with a basis of its own for these {tokens} tokens; at most "
             f"{budget * c.ratio / least:.1f} can. Lower the ratio, or use a calibrated basis."
         )
     sides = []
     for (basis, _), b in zip(found, best[1], strict=True):
-        b = np.where(b > 0, b, np.where(np.arange(len(b)) == 0, 2, 0))  # each keeps one latent at least
-        sides.append(_shortened(Side(basis, Coder(runs(np.sort(b)[::-1]), None, c.block))))
+        sides.append(_shortened(Side(basis, Coder(runs(b), None, c.block))))
     return sides
+
+
+def _fitting(tables: list[np.ndarray], budget: float) -> list[np.ndarray]:
+    """Bits, most first, whose codes fit into the budget as they are packed: in whole bytes, one latent at least."""
+    spare = 0.0
+    for _ in range(8):
+        bits = [np.sort(b)[::-1] for b in allocate(tables, max(0, budget - spare))]
+        bits = [np.where(np.arange(len(b)) == 0, np.maximum(b, 2), b) for b in bits]
+        over = sum(map(_code_bits, bits)) - budget
+        if over <= 0:
+            break
+        spare += over
+    return bits
+
+
+def _code_bits(bits: np.ndarray) -> int:
+    """Bits that the codes of a token take with these bits per latent: every plane is padded to a whole byte."""
+    sizes = [(j - i) * w for i, j, n in runs(bits) for w in PLANES[n]]
+    return sum(8 * -(-n // 8) for n in sizes)
 
 
 def make_cache(model: Any, config: IntConfig | XKVConfig | None = None, cache: Any = None) -> Any:
@@ -225,6 +259,7 @@ def _members(model: Any, config: XKVConfig) -> dict[int, Held]:
         )
     own = set(backends.of(model).full_layers(model))
     out: dict[int, Held] = {}
+    made: list[Group] = []
     for layers, codec in _codecs(model, spec, config):
         here = [i for i in layers if i in own]
         if isinstance(config.basis, Calibrated) and len(here) < len(layers):
@@ -235,6 +270,8 @@ def _members(model: Any, config: XKVConfig) -> dict[int, Held]:
         if here:
             group = Group(codec, here, [spec.ropes[i] for i in here], spec.n_kv_heads)
             out |= dict(zip(here, group.members(), strict=True))
+            made.append(group)
+    link(sorted(made, key=lambda g: g.layers[0]))
     return out
 
 
@@ -244,6 +281,10 @@ def _codecs(model: Any, spec: ModelKVSpec, c: XKVConfig) -> list[tuple[tuple[int
     if not isinstance(c.basis, Calibrated):
         own = backends.of(model).full_layers(model)
         size = len(own) if c.group == "all" else int(c.group)
+        most = spec.head_dim if c.basis == "features" else spec.width * min(size, len(own))
+        for name in ("rank_keys", "rank_values"):  # a last group that is smaller takes what it has
+            if getattr(c, name) is not None:
+                check_rank(getattr(c, name), most, name)
         codec = Codec(partial(_fitted, c), True, first=max(c.first, c.block), **sizes)
         return [(tuple(own[i] for i in g), codec) for g in contiguous(len(own), size)]
     c.basis.check_model(spec)

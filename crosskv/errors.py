@@ -44,7 +44,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 def known_fields(cls: T) -> T:
     """Decorate a dataclass: a keyword that it lacks is BadInput with the nearest field, not a TypeError."""
-    plain = cls.__init__
+    plain = cls.__init__  # type: ignore[misc]
 
     @functools.wraps(plain)
     def init(self: Any, *args: Any, **options: Any) -> None:
@@ -54,5 +54,5 @@ def known_fields(cls: T) -> T:
                 raise BadInput(f"{cls.__name__} has no field {name!r}{nearest(name, names)}")
         plain(self, *args, **options)
 
-    cls.__init__ = init
+    cls.__init__ = init  # type: ignore[misc]
     return cls

@@ -164,10 +164,11 @@ class Segment:
             tuple(a.join(b) for a, b in zip(mine, more, strict=True))  # type: ignore[arg-type]
             for mine, more in zip(self.packed, new, strict=True)
         )
-        return replace(self, packed=both)
+        return replace(self, packed=(both[0], both[1]))
 
     def cut(self, stop: int) -> Segment:
-        return replace(self, packed=tuple(tuple(p.cut(0, stop) for p in side) for side in self.packed))
+        keys, values = (tuple(p.cut(0, stop) for p in side) for side in self.packed)
+        return replace(self, packed=(keys, values))
 
     def map(self, f: Callable[[Array], Array], own: bool) -> Segment:
         def side(s: Side) -> Side:
@@ -189,10 +190,12 @@ class Group:
 
     def __init__(self, codec: Codec, layers: Sequence[int], ropes: Sequence[Rope], heads: int):
         self.codec, self.layers, self.ropes, self.heads = codec, tuple(layers), tuple(ropes), heads
+        self.all = [self]  # the groups of one cache, in the order of their first layers; see `link`
         self.clear()
         self.done, self.asked = 0, [0] * len(self.layers)
         self.last: tuple[Any, ...] = ()
-        self.forks: list[tuple[Group, set[int]]] = []  # copies that not every member has got yet, and who has
+        # of the first group: copies of all that not every member has got yet, and who has
+        self.forks: list[tuple[list[Group], set[tuple[int, int]]]] = []
 
     def clear(self) -> None:
         none: list[Pair | None] = [None] * len(self.layers)
@@ -210,6 +213,7 @@ class Group:
         memo[id(self)] = new
         new.sinks, new.tails, new.asked = list(self.sinks), list(self.tails), list(self.asked)
         new.scratch, new.forks = None, []
+        new.all = copy.deepcopy(self.all, memo)
         return new
 
     # -- sizes --
@@ -255,7 +259,7 @@ class Group:
 
     def append(self, j: int, keys: Array, values: Array, positions: Any) -> Pair:
         self._check(j, keys, values)
-        self.forks = []
+        self.all[0].forks = []
         self.dtype = backends.of(keys).dtype_of(keys)
         if not any(map(self.length, range(len(self.layers)))):
             self._place(keys, positions)
@@ -264,7 +268,7 @@ class Group:
         before = self._whole(j, self.scratch)
         whole: Pair = (keys, values) if before is None else cat(before, (keys, values))
         new = self._stored(keys, values)
-        self.tails[j] = new if self.tails[j] is None else cat(self.tails[j], new)
+        self.tails[j] = new if self.tails[j] is None else cat(self.tails[j], new)  # type: ignore[arg-type]
         lengths = {self.length(i) for i in range(len(self.layers))}
         if len(lengths) == 1:  # the last layer has its tokens
             self.scratch = None
@@ -304,7 +308,7 @@ class Group:
             tuple(side.layer(a, j, n, self.heads) for side, a in zip(s.sides, both, strict=True))
             for s, both in zip(self.middle, latents, strict=True)
         ]
-        keys, values = cat(*pairs)  # type: ignore[arg-type]
+        keys, values = cat(*pairs)
         first = tokens(self.sinks[j])
         keys = rope.rotate(keys, self._tables(j, first, first + self.packed_tokens, keys), self.ropes[j].interleaved)
         return b.cast(keys, self.dtype), b.cast(values, self.dtype)
@@ -333,11 +337,11 @@ class Group:
         fold = max(0, t - take - c.tail) // c.block * c.block
         if not self.middle and fold < c.first:
             fold = 0
+        if fold:  # before anything is moved: it may raise, and no token may be held twice
+            self._pack(take, fold)
         for j in range(len(self.layers)) if take else ():
             first = cut(self.tails[j], 0, take)
-            self.sinks[j] = first if self.sinks[j] is None else cat(self.sinks[j], first)
-        if fold:
-            self._pack(take, fold)
+            self.sinks[j] = first if self.sinks[j] is None else cat(self.sinks[j], first)  # type: ignore[arg-type]
         for j in range(len(self.layers)) if take + fold else ():
             self.tails[j] = cut(self.tails[j], take + fold, t) if take + fold < t else None
 
@@ -349,7 +353,7 @@ class Group:
 
     def _pack(self, start: int, n: int) -> None:
         """n tokens of the tails, from `start`, become latents."""
-        before = tokens(self.sinks[0]) + self.packed_tokens
+        before = tokens(self.sinks[0]) + self.packed_tokens + start
         keys, values = [], []
         for j, tail in enumerate(self.tails):
             k, v = (x[..., start : start + n, :] for x in tail)  # type: ignore[union-attr]
@@ -390,22 +394,23 @@ class Group:
             self.asked[j] += 1
             return
         self._level(j, name)
-        self.forks = []
+        self.all[0].forks = []
         act()
         self.done, self.last = self.done + 1, (name, arg)
         self.asked[j] += 1
 
     def fork(self, j: int) -> Group:
-        """A copy that goes its own way: the n-th time that each member asks, it gets the same one as the others. What
-        changes the group in between leaves no copy behind for those who have not asked."""
+        """A copy that goes its own way: the n-th time that each member of the cache asks, it gets its part of the same
+        copy as the others. What changes the cache in between leaves no copy behind for those who have not asked."""
         self._level(j, "fork")
-        new, got = next(((g, got) for g, got in self.forks if j not in got), (None, set[int]()))
+        at, waiting = next(i for i, g in enumerate(self.all) if g is self), self.all[0].forks
+        new, got = next(((x, got) for x, got in waiting if (at, j) not in got), (None, set[tuple[int, int]]()))
         if new is None:
-            new = copy.deepcopy(self)
-            self.forks.append((new, got))
-        got.add(j)
-        self.forks = [f for f in self.forks if len(f[1]) < len(self.layers)]
-        return new
+            new = copy.deepcopy(self.all)
+            waiting.append((new, got))
+        got.add((at, j))
+        self.all[0].forks = [f for f in waiting if len(f[1]) < sum(len(g.layers) for g in self.all)]
+        return new[at]
 
     def _level(self, j: int, name: str) -> None:
         if min(self.asked) < self.done or len({self.length(i) for i in range(len(self.layers))}) > 1:
@@ -471,6 +476,12 @@ class Group:
             )
         if self.length(j) > min(self.length(i) for i in range(len(self.layers))):
             raise BadInput(self._apart(f"layer {self.layers[j]} gets tokens again before the others have theirs"))
+        ahead, own = self.all[0], self.length(j)
+        if ahead is not self and ahead.length(0) != own + keys.shape[-2]:
+            raise BadInput(self._apart(f"layer {ahead.layers[0]} holds {ahead.length(0)} tokens and this one {own}"))
+        for g in self.all if ahead is self and j == 0 else ():
+            if {g.length(i) for i in range(len(g.layers))} != {own}:
+                raise BadInput(g._apart(f"they do not all hold {own} tokens, as layer {self.layers[0]} does"))
         held = self.sinks[j] or self.tails[j]
         if held is not None and (held[0].shape[:2], held[0].shape[-1]) != (keys.shape[:2], keys.shape[-1]):
             raise BadInput(
@@ -483,6 +494,14 @@ class Group:
             f"Layers {list(self.layers)} share one compressed cache, but {what}. Use the cache with one model, one "
             "call at a time; after an interrupted call make a new one."
         )
+
+
+def link(groups: Sequence[Group]) -> None:
+    """Make these the groups of one cache: when they come apart, by a call that was interrupted between two of them or
+    a trim of one alone, the next token is refused. The first one has the model's first layer.
+    """
+    for g in groups:
+        g.all = list(groups)
 
 
 @dataclass(frozen=True)

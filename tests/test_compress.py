@@ -425,7 +425,7 @@ def test_on_trained_models(host, name, family_model):
 
 def test_the_public_names_and_wrong_configs():
     assert crosskv.make_cache is make_cache and crosskv.IntConfig is IntConfig
-    with pytest.raises(BadInput, match="Expected an IntConfig, got dict"):
+    with pytest.raises(BadInput, match="Expected an .*, got dict"):
         make_cache(small("torch"), {"bits": 4})
     with pytest.raises(BadInput, match="array or a model"):
         make_cache("a model")

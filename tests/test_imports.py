@@ -17,9 +17,11 @@ LAYERS = [
     {"errors"},
     {"kernels"},
     {"backends"},
-    {"files", "layout", "live", "moments", "ridge", "rope", "subspace", "quant"},
+    {"files", "layout", "moments", "ridge", "rope", "subspace", "quant"},
     {"select", "mapper", "transfer", "store", "metrics"},
-    {"live", "compress"},
+    {"live", "latent"},
+    {"calibrated"},
+    {"compress", "planner", "parking"},
     {"family", "evals"},
     {"cli"},
 ]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from crosskv import backends
 from crosskv.errors import BadInput
 from crosskv.layout import EPS
-from crosskv.quant import PLANES, TINY, dequantise, pack, quantise, unpack
+from crosskv.quant import PLANES, TINY, dequantise, fixed_codes, fixed_values, pack, quantise, unpack
 
 EVERY = pytest.mark.parametrize("name", array_backends())
 NP = backends.load("numpy")
@@ -160,3 +160,53 @@ def test_backends_make_the_same_bytes():
         different = wide(codes[0]) != wide(codes[1])
         assert different.mean() < 1e-3 and abs(wide(codes[0]) - wide(codes[1])).max() <= 1
         np.testing.assert_array_equal(wide(q.low), wide(first.low))
+
+
+# ---- ranges known beforehand ----
+
+
+@EVERY
+@settings(deadline=None, max_examples=30)
+@given(
+    bits=st.sampled_from(list(PLANES)),
+    tokens=st.integers(1, 9),
+    channels=st.integers(1, 20),
+    size=st.sampled_from([1e-30, 1e-4, 1.0, 1e6]),
+    seed=st.integers(0, 99),
+)
+def test_fixed_codes_are_the_nearest_of_the_levels(name, bits, tokens, channels, size, seed):
+    """Against a search over all 2^bits levels, -limit to limit, in float64: the nearest to rounding, or clipped."""
+    rng = np.random.default_rng(seed)
+    limits = rng.uniform(0.5, 2, channels) * size
+    x = made(name, rng.standard_normal((2, tokens, channels)) * size)
+    lim = made(name, limits)
+    q = fixed_codes(x, bits, lim)
+    got = wide(fixed_values(q, lim))
+    levels = np.linspace(-1, 1, 2**bits) * wide(lim)[:, None]  # [channels, levels]
+    nearest = abs(wide(x)[..., None] - levels).min(-1)
+    slack = 8 * EPS["float32"] * wide(lim)
+    assert (abs(got - wide(x)) <= nearest + slack).all()
+    assert (abs(got[..., None] - levels).min(-1) <= slack).all() and (abs(got) <= wide(lim) + slack).all()
+    assert q.nbytes == sum(2 * tokens * -(-channels * w // 8) for w in PLANES[bits]) and q.length == tokens
+    assert q.nbytes == sum(a.nbytes for a in q.arrays)
+
+
+def flipped(name, q):
+    rows = backends.load(name).from_numpy(np.array([1, 0]))
+    return q.map(lambda p: p[rows])
+
+
+@EVERY
+@pytest.mark.parametrize("bits", list(PLANES))
+def test_fixed_codes_join_and_cut_anywhere(name, bits):
+    x = made(name, np.random.default_rng(0).standard_normal((2, 1, 13, 11)))
+    lim = made(name, np.full(11, 2.0))
+    whole = fixed_codes(x, bits, lim)
+    joined = fixed_codes(x[..., :5, :], bits, lim).join(fixed_codes(x[..., 5:, :], bits, lim))
+    for a, b in ((joined, whole), (whole.cut(0, 13), whole), (flipped(name, flipped(name, whole)), whole)):
+        np.testing.assert_array_equal(wide(fixed_values(a, lim)), wide(fixed_values(b, lim)))
+    part = whole.cut(3, 7)
+    np.testing.assert_array_equal(wide(fixed_values(part, lim)), wide(fixed_values(whole, lim))[..., 3:7, :])
+    assert part.length == 4 and part.nbytes * 13 == whole.nbytes * 4
+    if name == "torch":
+        assert all(p.untyped_storage().nbytes() == p.nbytes for p in part.arrays)

@@ -103,3 +103,19 @@ def test_a_spec_by_hand() -> None:
     ):
         with pytest.raises(BadInput, match=match):
             ModelKVSpec(**{"n_layers": 3, "n_kv_heads": 2, "head_dim": 8, **wrong})
+
+
+@pytest.mark.parametrize("name", array_backends())
+@pytest.mark.parametrize("start", [-40, 0, 131_000])
+def test_tables_on_the_device_are_those_of_the_host(name: str, start: int) -> None:
+    """The same float32 angles, so only cosine and sine round; against NumPy in float64, positions below 0 too."""
+    b = backends.load(name)
+    r = Rope(tuple((1e4 ** -(np.arange(8) / 8)).tolist()), 1.46)
+    for positions in (np.arange(start, start + 6), np.stack([np.arange(start, start + 6), np.arange(6)])):
+        at = b.from_numpy(positions.astype(np.float32))
+        got = rope.tables_at(r, at)
+        angle = (positions[..., None].astype(np.float32) * np.float32(r.inv_freq)).astype(np.float64)
+        angle = angle if positions.ndim == 1 else angle[:, None]
+        for x, want in zip(got, (1.46 * np.cos(angle), 1.46 * np.sin(angle)), strict=True):
+            assert b.dtype_of(x) == "float32" and tuple(x.shape) == want.shape
+            assert np.abs(b.to_numpy(x) - want).max() <= 8 * EPS["float32"] * 1.46
