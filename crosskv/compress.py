@@ -176,7 +176,7 @@ def _within(found: list[tuple[Basis, np.ndarray]], rows: int, tokens: int, c: XK
     each = 16 * features + rows * tokens * SCALE_BITS / c.block
     means = 16 * features * sum(basis.mean is not None for basis, _ in found)
     best: tuple[float, list[np.ndarray]] | None = None
-    for n in sorted({int(x) for x in np.geomspace(1, len(strongest), 24)}):
+    for n in sorted({int(x) for x in np.geomspace(1, len(strongest), 16)}):
         kept = [max(1, int((v >= strongest[n - 1]).sum())) for _, v in found]
         left = (budget - sum(kept) * each - means) / (rows * tokens)
         if left < 8 * len(found):

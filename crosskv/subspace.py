@@ -152,7 +152,7 @@ def _right_vectors(x: Shaped[Any, "B N F"], rank: int, seed: int) -> tuple[Array
 def _orthonormal(y: Shaped[Any, "B N l"], rounds: int = 3) -> Shaped[Any, "B N l"]:
     """Orthonormal columns of the same span, the first k of them that of the first k columns of y.
 
-    Q = Y R^-1 with R'R the Gram matrix of the columns brought to length 1, whose eigenvalues are kept above its
+    Q = Y R^-1 with R'R = G + shift, G the Gram matrix of the columns brought to length 1 and the shift above its
     rounding; a round makes the columns up to 1,000 times better conditioned (Fukaya et al. 2020, shifted Cholesky QR).
     What y lacks stays 0 or comes out as rounding, never longer than 1.
     """
@@ -161,11 +161,19 @@ def _orthonormal(y: Shaped[Any, "B N l"], rounds: int = 3) -> Shaped[Any, "B N l
         gram = b.to_numpy(y.swapaxes(-1, -2) @ y).astype(np.float64)
         length = np.sqrt(np.diagonal(gram, axis1=-2, axis2=-1))
         length = np.where(length > 0, length, 1)
-        values, u = np.linalg.eigh(gram / length[:, :, None] / length[:, None])
-        root = np.sqrt(np.maximum(values, 1e-6))[:, :, None] * u.swapaxes(-1, -2)
-        inverse = np.linalg.inv(np.linalg.qr(root, mode="r"))
+        inverse = np.linalg.inv(_cholesky(gram / length[:, :, None] / length[:, None])).swapaxes(-1, -2)
         y = y @ b.from_numpy(inverse / length[:, :, None], y, "float32")
     return y
+
+
+def _cholesky(gram: np.ndarray) -> np.ndarray:
+    """Of gram + shift, the least shift that makes it positive definite."""
+    for shift in (1e-6, 1e-5, 1e-4):
+        try:
+            return np.linalg.cholesky(gram + shift * np.eye(gram.shape[-1]))
+        except np.linalg.LinAlgError:  # its rounding is larger: many rows, all alike
+            continue
+    return np.linalg.cholesky(gram + 1e-2 * np.eye(gram.shape[-1]))
 
 
 def _eigh(gram: Shaped[Any, "B l l"]) -> tuple[np.ndarray, np.ndarray]:
@@ -185,34 +193,48 @@ def allocate(errors: Sequence[Float[np.ndarray, "options r"]], budget: float) ->
     Returns the bits of each table's latents.
     """
     table = np.concatenate([np.asarray(e, np.float64) for e in errors], 1)
-    gains: list[float] = []
-    costs, owners, options = [], [], []
-    for column in range(table.shape[1]):
-        at = 0
-        while at < len(BITS) - 1:  # the steepest way down from here is an edge of the hull
-            slopes = [(table[at, column] - table[j, column]) / (BITS[j] - BITS[at]) for j in range(at + 1, len(BITS))]
-            best = int(np.argmax(slopes))
-            if slopes[best] <= 0:
-                break
-            to = at + 1 + best
-            # on a straight line rounding must not put a later edge before an earlier one of the same latent
-            gains.append(slopes[best] if at == 0 else min(slopes[best], gains[-1]))
-            costs.append(BITS[to] - BITS[at])
-            owners.append(column)
-            options.append(to)
-            at = to
-    chosen = np.zeros(table.shape[1], int)
-    order = np.argsort(-np.asarray(gains), kind="stable")
-    left = budget
-    stopped = np.zeros(table.shape[1], bool)
-    for i in order:
-        if costs[i] > left or stopped[owners[i]]:
-            stopped[owners[i]] = True
+    gains, costs, options = _edges(table)
+    order = np.argsort(-gains, axis=None, kind="stable")  # step-major: of equal gains, a latent's earlier edge is first
+    order = order[gains.ravel()[order] > 0]
+    chosen, left = np.zeros(table.shape[1], int), budget
+    sure = int(np.searchsorted(np.cumsum(costs.ravel()[order]), budget, side="right"))
+    np.maximum.at(chosen, order[:sure] % table.shape[1], options.ravel()[order[:sure]])
+    left -= costs.ravel()[order[:sure]].sum()
+    stopped: set[int] = set()
+    for i in order[sure:].tolist():  # the dearest edge that is left may not fit where a cheaper one does
+        if left < 1:
+            break
+        owner, cost = i % table.shape[1], costs.flat[i]
+        if cost > left or owner in stopped:
+            stopped.add(owner)
             continue
-        left -= costs[i]
-        chosen[owners[i]] = options[i]
+        left -= cost
+        chosen[owner] = options.flat[i]
     bits = np.asarray(BITS)[chosen]
     return np.split(bits, np.cumsum([e.shape[1] for e in errors])[:-1])
+
+
+def _edges(table: Float[np.ndarray, "options r"]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The lower convex hull of every column, edge after edge: (fall per bit, bits, option reached), each [steps, r].
+
+    A fall of 0: the hull has ended.
+    """
+    bits, columns = np.asarray(BITS, float), np.arange(table.shape[1])
+    at = np.zeros(table.shape[1], int)
+    gains: list[np.ndarray] = []
+    costs, options = [], []
+    for _ in range(len(BITS) - 1):
+        width = bits[:, None] - bits[at]
+        slopes = np.where(width > 0, (table[at, columns] - table) / np.where(width > 0, width, 1), 0)
+        to = slopes.argmax(0)  # the steepest way down is an edge of the hull
+        gain = slopes[to, columns]
+        # on a straight line rounding must not put a later edge before an earlier one of the same latent
+        gain = np.minimum(gain, gains[-1]) if gains else gain
+        gains.append(np.maximum(gain, 0))
+        costs.append(np.where(gain > 0, width[to, columns], 0))
+        options.append(np.where(gain > 0, to, at))
+        at = options[-1]
+    return np.stack(gains), np.stack(costs), np.stack(options)
 
 
 def fixed_steps(latents: Float[np.ndarray, "N r"]) -> tuple[np.ndarray, np.ndarray]:
