@@ -159,8 +159,8 @@ def _orthonormal(y: Shaped[Any, "B N l"], rounds: int = 3) -> Shaped[Any, "B N l
     b = backends.of(y)
     for _ in range(rounds):
         gram = b.to_numpy(y.swapaxes(-1, -2) @ y).astype(np.float64)
-        length = np.sqrt(np.diagonal(gram, axis1=-2, axis2=-1))
-        length = np.where(length > 0, length, 1)
+        square = np.diagonal(gram, axis1=-2, axis2=-1)
+        length = np.where(square > 1e-30, np.sqrt(square), np.inf)  # what underflows in float32 has no direction
         inverse = np.linalg.inv(_cholesky(gram / length[:, :, None] / length[:, None])).swapaxes(-1, -2)
         y = y @ b.from_numpy(inverse / length[:, :, None], y, "float32")
     return y
