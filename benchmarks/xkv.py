@@ -37,36 +37,35 @@ from crosskv.planner import inner_ratio
 from crosskv.subspace import BITS
 
 RESULTS = Path(__file__).parent.parent / "results" / "xkv.jsonl"
-RATIOS = (4, 8, 16)
 PARKED = (16, 32)
 SINKS, TAIL, BLOCK = 4, 16, 32
 CONTINUATION = 64
 TASKS, CHARS = ("needle", "multikey"), 6000
 
 
-def configs(prefix: int, bases: dict[str, Calibrated]) -> dict[str, Any]:
+def configs(prefix: int, bases: dict[str, Calibrated], ratios: list[float]) -> dict[str, Any]:
     """{arm: config}: every method at every ratio, so that the prompt in all takes that share of 2 bytes an entry."""
     out: dict[str, Any] = {f"int{b}": IntConfig(b, b, sinks=SINKS, tail=TAIL) for b in (4, 3, 2)}
     cached = prefix - 1
     middle = (cached - SINKS - TAIL) // BLOCK * BLOCK
     same = {"sinks": SINKS, "tail": TAIL, "block": BLOCK, "exact": "float16"}
-    for ratio in RATIOS:
+    for ratio in ratios:
         inner = inner_ratio(ratio, cached, cached - middle)
         if inner is None:
             continue
-        out[f"per-layer SVD {ratio}x"] = XKVConfig("tokens", ratio=inner, group=1, **same)
-        out[f"features G=4 {ratio}x"] = XKVConfig("features", ratio=inner, group=4, **same)
+        out[f"per-layer SVD {ratio:g}x"] = XKVConfig("tokens", ratio=inner, group=1, **same)
+        out[f"features G=4 {ratio:g}x"] = XKVConfig("features", ratio=inner, group=4, **same)
         for g in (2, 4, "all"):
-            out[f"tokens G={g} {ratio}x"] = XKVConfig("tokens", ratio=inner, group=g, **same)
+            out[f"tokens G={g} {ratio:g}x"] = XKVConfig("tokens", ratio=inner, group=g, **same)
         for name, basis in bases.items():
             if name != "all":
-                out[f"calibrated G={name} {ratio}x"] = XKVConfig(basis, ratio=inner, **same)
-        out[f"calibrated G=4, 4 bits each {ratio}x"] = XKVConfig(uniform(bases["4"], 4), ratio=inner, **same)
+                out[f"calibrated G={name} {ratio:g}x"] = XKVConfig(basis, ratio=inner, **same)
+        out[f"calibrated G=4, 4 bits each {ratio:g}x"] = XKVConfig(uniform(bases["4"], 4), ratio=inner, **same)
     for ratio in PARKED:
         inner = inner_ratio(ratio, cached, SINKS)
         if inner is not None and "all" in bases:
             parked = same | {"tail": 0, "block": 1}
-            out[f"parked G=all {ratio}x"] = XKVConfig(bases["all"], ratio=inner, **parked)
+            out[f"parked G=all {ratio:g}x"] = XKVConfig(bases["all"], ratio=inner, **parked)
     return out
 
 
@@ -115,7 +114,7 @@ def measure(name: str, model: Any, tokenizer: Any, text: Any, scored: str, a: ar
     for prefix in a.prefix:
         passages = run.rows(tokenizer.encode, scored, a.passages, prefix + CONTINUATION)
         setting, count = about | {"prefix": prefix}, len(passages)
-        arms = reached(model, passages[:1, :prefix], configs(prefix, bases))
+        arms = reached(model, passages[:1, :prefix], configs(prefix, bases, a.ratios))
         costs = packed.score(model, passages, prefix, arms, a.batch)
         for arm, config in arms.items():
             own = costs["own"].nll.mean(1)
@@ -140,6 +139,7 @@ def measure(name: str, model: Any, tokenizer: Any, text: Any, scored: str, a: ar
             out += lookups(model, tokenizer, setting, arms, a.questions)
         if a.times:
             out += times(model, tokenizer, passages, setting, arms, a.times)
+        rows.write(a.out, out)  # what there is so far: a longer prompt may run out of time
     return out
 
 
@@ -236,6 +236,7 @@ def main() -> None:
     add("--model", default="L", help="S, M, L, or a directory or 'smollm2' (then --text)")
     add("--text", type=Path, help="folder of text files for other models: the last tenth is scored")
     add("--prefix", type=int, nargs="+", default=[1984])
+    add("--ratios", type=float, nargs="+", default=[4, 8, 16])
     add("--passages", type=int, default=24)
     add("--batch", type=int, default=2)
     add("--groups", nargs="+", default=["1", "2", "4", "4 (CKA)", "all"])

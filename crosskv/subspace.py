@@ -149,7 +149,7 @@ def _right_vectors(x: Shaped[Any, "B N F"], rank: int, seed: int) -> tuple[Array
     return _orthonormal(vectors), values[:, :rank]
 
 
-def _orthonormal(y: Shaped[Any, "B N l"], rounds: int = 3) -> Shaped[Any, "B N l"]:
+def _orthonormal(y: Shaped[Any, "B N l"], rounds: int = 4) -> Shaped[Any, "B N l"]:
     """Orthonormal columns of the same span, the first k of them that of the first k columns of y.
 
     Q = Y R^-1 with R'R = G + shift, G the Gram matrix of the columns brought to length 1 and the shift above its
