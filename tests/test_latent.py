@@ -353,7 +353,7 @@ def test_a_ratio_out_of_reach_says_the_best_there_is(host):
         run(model, ids(71), mine)
         packed = sum(p.nbytes for s in groups(mine)[0].middle for side in s.packed for p in side)
         assert packed + groups(mine)[0].basis_bytes <= 2 * 2 * 4 * WIDTH * 64 / (most * 0.99)
-    mine = make_cache(model, XKVConfig(ratio=5, bits=3, **big))
+    mine = make_cache(model, XKVConfig(ratio=5, bits=8, **big))
     run(model, ids(71), mine)
     packed = sum(p.nbytes for s in groups(mine)[0].middle for side in s.packed for p in side)
     assert packed + groups(mine)[0].basis_bytes <= 2 * 2 * 4 * WIDTH * 64 / 5
@@ -401,7 +401,7 @@ def test_a_tail_is_no_view_of_what_the_model_made():
 
     model = small("torch")
     mine = make_cache(model, XKVConfig(sinks=0, tail=40))
-    big = [torch.zeros(1, 2, 5, 64)[..., :16] for _ in "kv"]
+    big = [torch.zeros(1, 2, 5, 80)[..., :16] for _ in "kv"]
     for m in held(mine):
         m.append(*big)
     assert storage_bytes(mine) == mine.nbytes == 4 * 2 * 2 * 5 * 16 * 4
