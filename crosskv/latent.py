@@ -476,10 +476,8 @@ class Group:
             )
         if self.length(j) > min(self.length(i) for i in range(len(self.layers))):
             raise BadInput(self._apart(f"layer {self.layers[j]} gets tokens again before the others have theirs"))
-        ahead, own = self.all[0], self.length(j)
-        if ahead is not self and ahead.length(0) != own + keys.shape[-2]:
-            raise BadInput(self._apart(f"layer {ahead.layers[0]} holds {ahead.length(0)} tokens and this one {own}"))
-        for g in self.all if ahead is self and j == 0 else ():
+        own = self.length(j)
+        for g in self.all if self.all[0] is self and j == 0 else ():  # a call begins
             if {g.length(i) for i in range(len(g.layers))} != {own}:
                 raise BadInput(g._apart(f"they do not all hold {own} tokens, as layer {self.layers[0]} does"))
         held = self.sinks[j] or self.tails[j]

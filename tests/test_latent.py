@@ -349,7 +349,14 @@ def test_a_ratio_out_of_reach_says_the_best_there_is(host):
         with pytest.raises(BadInput, match="at most") as e:
             run(model, ids(71), make_cache(model, XKVConfig(ratio=500, bits=bits, **big)))
         most = float(re.search(r"at most ([\d.]+)", str(e.value))[1])
-        run(model, ids(71), make_cache(model, XKVConfig(ratio=most * 0.99, bits=bits, **big)))
+        mine = make_cache(model, XKVConfig(ratio=most * 0.99, bits=bits, **big))
+        run(model, ids(71), mine)
+        packed = sum(p.nbytes for s in groups(mine)[0].middle for side in s.packed for p in side)
+        assert packed + groups(mine)[0].basis_bytes <= 2 * 2 * 4 * WIDTH * 64 / (most * 0.99)
+    mine = make_cache(model, XKVConfig(ratio=5, bits=8, **big))
+    run(model, ids(71), mine)
+    packed = sum(p.nbytes for s in groups(mine)[0].middle for side in s.packed for p in side)
+    assert packed + groups(mine)[0].basis_bytes <= 2 * 2 * 4 * WIDTH * 64 / 5
 
 
 @HOSTS
@@ -386,6 +393,18 @@ def test_uncompressed_arrays_are_let_go(host, monkeypatch):
     held_, said = mx.get_active_memory() - before, compress.nbytes(model, mine)
     assert said <= held_ + 4096 and held_ <= 1.05 * said + 256 * 1024
     assert said < 0.35 * 900 * 4 * 4 * 2 * 64 * 4
+
+
+def test_a_tail_is_no_view_of_what_the_model_made():
+    """Queries, keys and values may come out of one product: a slice would keep all of it."""
+    import torch
+
+    model = small("torch")
+    mine = make_cache(model, XKVConfig(sinks=0, tail=40))
+    big = [torch.zeros(1, 2, 5, 80)[..., :16] for _ in "kv"]
+    for m in held(mine):
+        m.append(*big)
+    assert storage_bytes(mine) == mine.nbytes == 4 * 2 * 2 * 5 * 16 * 4
 
 
 # ---- trim ----
@@ -429,7 +448,7 @@ def test_trim_anywhere_and_go_on(host, place, config):
 
 @HOSTS
 def test_trim_cuts_a_scale_group_as_two_lines_of_numpy_do(host):
-    """8-bit latents, a scale for 8 tokens: 20 off 77 leaves 6 blocks packed, 7 tokens, as they read, in the tail."""
+    """8-bit latents, a scale for 8 tokens: 20 off 77 leaves 6 blocks packed, and 7 tokens, as read, in the tail."""
     model = small(host)
     mine = make_cache(model, EIGHT)
     run(model, ids(77), mine)
