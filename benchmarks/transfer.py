@@ -4,7 +4,7 @@
     python benchmarks/transfer.py --extra    # adds: another pair's mapper, and the weights' peak in memory
     python benchmarks/transfer.py --times    # anew: all times, with mappers of the same shape, and the hosts' agreement
     python benchmarks/transfer.py --pair smollm2-sibling smollm2    # a pair of real models, at four settings
-    python benchmarks/transfer.py --table    # the README's tables, from the committed rows
+    python benchmarks/transfer.py --table    # the README's tables, from the committed rows; with --pair, that pair's
 
 Calibration: 256 sequences of 512 tokens of the shipped text, every token. Evaluation: 64 passages of the shipped
 held-out text, 256 tokens of prompt and 64 of continuation; first token and last prompt token are the target's own in
@@ -259,6 +259,25 @@ def table(found: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def real_table(found: list[dict[str, Any]], pair: str) -> str:
+    """Markdown: every arm and setting of a pair of real models."""
+    lines = ["| cache of the prompt | k | penalty | exact first tokens | NLL | top-1 | gap recovered |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    value: dict[Any, dict[str, Any]] = {}
+    for r in found:
+        if _pair(r) == pair:
+            s = r["setting"]
+            mapped = s["arm"] in ("mapped", "random", "other")  # the others use no mapper
+            key = (s["arm"], *((str(s["k"]), f"{s['penalty']:.0e}".replace("e-0", "e-")) if mapped else ("", "")))
+            value.setdefault((*key, str(s["sinks"]) if s["arm"] not in ("own", "source") else ""), {})[r["metric"]] = r
+    for key, at in value.items():
+        nll, top, gap = (at[m] for m in ("nll", "top1", "gap"))
+        span = f" ({gap['low']:.2f} to {gap['high']:.2f})" if key[0] not in ("own", "none") else ""
+        cells = [*key, f"{nll['value']:.3f}", f"{top['value']:.2f}", f"{gap['value']:.2f}{span}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", action="store_true", help="print the tables from the committed rows")
@@ -274,7 +293,7 @@ def main() -> None:
         rows.write(args.out, [r for r in there if r not in anew] + times())
     elif args.extra:
         rows.write(args.out, there + extra())
-    elif args.pair:
+    elif args.pair and not args.table:
         found = real(*args.pair)
         there = rows.read(args.out)  # again: the other direction may have been measured meanwhile
         rows.write(args.out, [r for r in there if _pair(r) != "->".join(args.pair)] + found)
@@ -283,7 +302,8 @@ def main() -> None:
         for pair in PAIRS:
             found += measure(*pair)
             rows.write(args.out, found)  # after each pair: an interrupt keeps what was measured
-    print(table(rows.read(args.out)))
+    there = rows.read(args.out)
+    print(real_table(there, "->".join(args.pair)) if args.pair else table(there))
 
 
 def _pair(row: dict[str, Any]) -> str:
