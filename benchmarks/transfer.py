@@ -11,8 +11,9 @@ held-out text, 256 tokens of prompt and 64 of continuation; first token and last
 every arm. k = all source layers; the penalty is chosen on held-out calibration rows. Times are to the target's first
 logits for a prompt of 1,024 tokens: medians of 9 with the 20th and 80th percentile.
 
---pair: 64 calibration sequences, 24 passages; k = 8 and all, penalties 1e-4 and 1e-2, sinks 0 and 1. The mapper with
-the best R2 on held-out calibration rows is scored with all controls, the others alone.
+--pair: 64 calibration sequences, 24 passages; k = 8 and all, penalties 1e-4 and 1e-2, sinks 0 and 1, unless other
+--passages and --penalties are asked for. The mapper with the best R2 on held-out calibration rows is scored with all
+controls, the others alone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import argparse
 import itertools
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,6 @@ PAIRS = (("S", "L"), ("M", "L"), ("L", "S"))
 CONFIG = crosskv.MapperConfig(k="all", ridge_lambda="auto", n_calib_sequences=256, calib_seq_len=512, stride=1)
 PREFIX, CONTINUATION, PASSAGES, LONG = 256, 64, 64, 1024
 REAL = crosskv.MapperConfig(n_calib_sequences=64, calib_seq_len=512, stride=1)
-REAL_PASSAGES = 24
 UNITS = {"nll": "nats/token", "kl": "nats", "top1": "share", "gap": "share"}
 
 
@@ -144,19 +145,23 @@ def times() -> list[dict[str, Any]]:
     return out
 
 
-def real(source_name: str, target_name: str) -> list[dict[str, Any]]:
-    """A pair of real models, the calibration text read once for four mappers."""
+def real(
+    source_name: str, target_name: str, count: int, penalties: Sequence[float], kept: Path | None
+) -> list[dict[str, Any]]:
+    """A pair of real models, the calibration text read once for all mappers; `count` passages. kept: moments of an
+    earlier run, or where to keep them.
+    """
     (source, tokenizer), (target, _) = (cli.open_model(n, "torch") for n in (source_name, target_name))
     mappers = {}
     with tempfile.TemporaryDirectory() as moments:
-        for k, penalty in itertools.product((8, "all"), (1e-4, 1e-2)):
+        for k, penalty in itertools.product((8, "all"), penalties):
             started = time.perf_counter()
             mappers[k, penalty] = crosskv.fit(
                 source, target, family.text("calibration"), tokenizer, replace(REAL, k=k, ridge_lambda=penalty),
-                checkpoint=Path(moments) / "fit", resume=True, progress=False,
+                checkpoint=kept or Path(moments) / "fit", resume=True, progress=False,
             )  # fmt: skip
             print(f"{mappers[k, penalty].describe()} in {time.perf_counter() - started:.0f} s", flush=True)
-    passages = run.rows(tokenizer.encode, family.text("heldout"), REAL_PASSAGES, PREFIX + CONTINUATION)
+    passages = run.rows(tokenizer.encode, family.text("heldout"), count, PREFIX + CONTINUATION)
     base = {"pair": f"{source_name}->{target_name}", "host": "torch", "prefix": PREFIX, "continuation": CONTINUATION,
             "calibration_tokens": REAL.n_calib_sequences * REAL.calib_seq_len}  # fmt: skip
     best = max(mappers, key=lambda key: mappers[key].provenance["mean_held_out_r2"])
@@ -164,7 +169,7 @@ def real(source_name: str, target_name: str) -> list[dict[str, Any]]:
     out = []
     for r in scores.rows():
         setting = base | {"arm": r["arm"], "k": best[0], "penalty": best[1], "sinks": 1}
-        out += [_row(setting, metric, r[metric], r["low"], r["high"]) for metric in UNITS]
+        out += [_row(setting, metric, r[metric], r["low"], r["high"], count) for metric in UNITS]
         print({k: round(v, 3) if isinstance(v, float) else v for k, v in r.items()}, flush=True)
     own, none = (scores.nll[a].mean(1) for a in ("own", "none"))
     for (k, penalty, sinks), (nll, kl, agree) in variants(mappers, source, target, passages).items():
@@ -175,14 +180,14 @@ def real(source_name: str, target_name: str) -> list[dict[str, Any]]:
         values = {"nll": nll.mean(), "kl": kl.mean(), "top1": agree.mean(),
                   "gap": metrics.gap_recovered(own, nll.mean(1), none)}  # fmt: skip
         if (k, penalty, sinks) != (*best, 1):  # that one is in the rows already
-            out += [_row(setting, metric, float(values[metric]), low, high) for metric in UNITS]
+            out += [_row(setting, metric, float(values[metric]), low, high, count) for metric in UNITS]
         print(k, penalty, sinks, {m: round(float(v), 3) for m, v in values.items()}, round(low, 3), round(high, 3))
     return out
 
 
-def _row(setting: dict[str, Any], metric: str, value: float, low: float, high: float) -> dict[str, Any]:
+def _row(setting: dict[str, Any], metric: str, value: float, low: float, high: float, count: int) -> dict[str, Any]:
     span = {"low": low, "high": high} if metric == "gap" else {}
-    return rows.row("transfer", setting, metric, value, UNITS[metric], n=REAL_PASSAGES, **span)
+    return rows.row("transfer", setting, metric, value, UNITS[metric], n=count, **span)
 
 
 def variants(mappers: dict[Any, Any], source: Any, target: Any, passages: np.ndarray) -> dict[Any, list[np.ndarray]]:
@@ -284,6 +289,9 @@ def main() -> None:
     parser.add_argument("--times", action="store_true", help="measure the times anew and replace their rows")
     parser.add_argument("--extra", action="store_true", help="add two controls to the rows that are there")
     parser.add_argument("--pair", nargs=2, metavar=("SOURCE", "TARGET"), help="measure smollm2 and smollm2-sibling")
+    parser.add_argument("--passages", type=int, default=24, help="of --pair")
+    parser.add_argument("--penalties", type=float, nargs="+", default=[1e-4, 1e-2], help="of --pair")
+    parser.add_argument("--moments", type=Path, help="of --pair: keeps what was read, and continues from it")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     there = rows.read(args.out) if args.out.exists() else []
@@ -294,7 +302,7 @@ def main() -> None:
     elif args.extra:
         rows.write(args.out, there + extra())
     elif args.pair and not args.table:
-        found = real(*args.pair)
+        found = real(*args.pair, args.passages, args.penalties, args.moments)
         there = rows.read(args.out)  # again: the other direction may have been measured meanwhile
         rows.write(args.out, [r for r in there if _pair(r) != "->".join(args.pair)] + found)
     elif not args.table:
