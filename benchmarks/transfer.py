@@ -3,33 +3,43 @@
     python benchmarks/transfer.py            # about fifteen minutes on two cores; writes results/transfer.jsonl
     python benchmarks/transfer.py --extra    # adds: another pair's mapper, and the weights' peak in memory
     python benchmarks/transfer.py --times    # anew: all times, with mappers of the same shape, and the hosts' agreement
-    python benchmarks/transfer.py --table    # the README's tables, from the committed rows
+    python benchmarks/transfer.py --pair smollm2-sibling smollm2    # a pair of real models, at four settings
+    python benchmarks/transfer.py --table    # the README's tables, from the committed rows; with --pair, that pair's
 
 Calibration: 256 sequences of 512 tokens of the shipped text, every token. Evaluation: 64 passages of the shipped
 held-out text, 256 tokens of prompt and 64 of continuation; first token and last prompt token are the target's own in
 every arm. k = all source layers; the penalty is chosen on held-out calibration rows. Times are to the target's first
 logits for a prompt of 1,024 tokens: medians of 9 with the 20th and 80th percentile.
+
+--pair: 64 calibration sequences, 24 passages; k = 8 and all, penalties 1e-4 and 1e-2, sinks 0 and 1, unless other
+--passages and --penalties are asked for. The mapper with the best R2 on held-out calibration rows is scored with all
+controls, the others alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import crosskv
-from crosskv import backends, family, metrics
+from crosskv import backends, cli, family, live, metrics
 from crosskv.evals import arms, rows, run
+from crosskv.family.smollm2 import sibling_facts
 from crosskv.transfer import transfer_cache
 
 RESULTS = Path(__file__).parent.parent / "results" / "transfer.jsonl"
 PAIRS = (("S", "L"), ("M", "L"), ("L", "S"))
 CONFIG = crosskv.MapperConfig(k="all", ridge_lambda="auto", n_calib_sequences=256, calib_seq_len=512, stride=1)
 PREFIX, CONTINUATION, PASSAGES, LONG = 256, 64, 64, 1024
+REAL = crosskv.MapperConfig(n_calib_sequences=64, calib_seq_len=512, stride=1)
 UNITS = {"nll": "nats/token", "kl": "nats", "top1": "share", "gap": "share"}
 
 
@@ -135,6 +145,87 @@ def times() -> list[dict[str, Any]]:
     return out
 
 
+def real(
+    source_name: str, target_name: str, count: int, penalties: Sequence[float], kept: Path | None
+) -> list[dict[str, Any]]:
+    """A pair of real models, the calibration text read once for all mappers; `count` passages. kept: moments of an
+    earlier run, or where to keep them.
+    """
+    (source, tokenizer), (target, _) = (cli.open_model(n, "torch") for n in (source_name, target_name))
+    mappers = {}
+    with tempfile.TemporaryDirectory() as moments:
+        for k, penalty in itertools.product((8, "all"), penalties):
+            started = time.perf_counter()
+            mappers[k, penalty] = crosskv.fit(
+                source, target, family.text("calibration"), tokenizer, replace(REAL, k=k, ridge_lambda=penalty),
+                checkpoint=kept or Path(moments) / "fit", resume=True, progress=False,
+            )  # fmt: skip
+            print(f"{mappers[k, penalty].describe()} in {time.perf_counter() - started:.0f} s", flush=True)
+    passages = run.rows(tokenizer.encode, family.text("heldout"), count, PREFIX + CONTINUATION)
+    base = {"pair": f"{source_name}->{target_name}", "host": "torch", "prefix": PREFIX, "continuation": CONTINUATION,
+            "calibration_tokens": REAL.n_calib_sequences * REAL.calib_seq_len}  # fmt: skip
+    best = max(mappers, key=lambda key: mappers[key].provenance["mean_held_out_r2"])
+    scores = arms.score(mappers[best], source, target, passages, PREFIX, batch=4)
+    out = []
+    for r in scores.rows():
+        setting = base | {"arm": r["arm"], "k": best[0], "penalty": best[1], "sinks": 1}
+        out += [_row(setting, metric, r[metric], r["low"], r["high"], count) for metric in UNITS]
+        print({k: round(v, 3) if isinstance(v, float) else v for k, v in r.items()}, flush=True)
+    own, none = (scores.nll[a].mean(1) for a in ("own", "none"))
+    for (k, penalty, sinks), (nll, kl, agree) in variants(mappers, source, target, passages).items():
+        low, high = metrics.paired_bootstrap(metrics.gap_recovered, own, nll.mean(1), none)
+        r2 = {"mean held-out R2": mappers[k, penalty].provenance["mean_held_out_r2"]} if k != "counterpart" else {}
+        arm = "raw copy, counterpart layers" if k == "counterpart" else "mapped"
+        setting = base | {"arm": arm, "k": k, "penalty": penalty, "sinks": sinks} | r2
+        values = {"nll": nll.mean(), "kl": kl.mean(), "top1": agree.mean(),
+                  "gap": metrics.gap_recovered(own, nll.mean(1), none)}  # fmt: skip
+        if (k, penalty, sinks) != (*best, 1):  # that one is in the rows already
+            out += [_row(setting, metric, float(values[metric]), low, high, count) for metric in UNITS]
+        print(k, penalty, sinks, {m: round(float(v), 3) for m, v in values.items()}, round(low, 3), round(high, 3))
+    return out
+
+
+def _row(setting: dict[str, Any], metric: str, value: float, low: float, high: float, count: int) -> dict[str, Any]:
+    span = {"low": low, "high": high} if metric == "gap" else {}
+    return rows.row("transfer", setting, metric, value, UNITS[metric], n=count, **span)
+
+
+def variants(mappers: dict[Any, Any], source: Any, target: Any, passages: np.ndarray) -> dict[Any, list[np.ndarray]]:
+    """(k, penalty, sinks) -> NLL, KL and agreement [n, C] of the mapped cache; sinks = 0: the first token mapped too.
+
+    Under ("counterpart", None, 1): the source's cache unmapped, each target layer given the source layer that was cut
+    from the same place of SmolLM2, or from the nearest; the fairest raw copy there is.
+    """
+    src, tgt, n = backends.of(source), backends.of(target), PREFIX - 1
+    kept = sibling_facts()["kept"]
+    ids = {20: kept, 30: list(range(30))}
+    origin, want = (ids[live.measured(m).n_layers] for m in (source, target))
+    near = {t: min(range(len(origin)), key=lambda s: abs(origin[s] - want[t])) for t in range(len(want))}
+    found: dict[Any, list[Any]] = {}
+    for i in range(0, len(passages), 4):
+        rows_, after = passages[i : i + 4, :PREFIX], passages[i : i + 4, PREFIX:]
+        theirs, own = src.capture(source, rows_[:, :n]), tgt.capture(target, rows_[:, :n])
+
+        def scored(cache: Any, rows_: np.ndarray = rows_, after: np.ndarray = after) -> Any:
+            return metrics.continuation_logits(target, rows_[:, n:], after, cache)
+
+        copied = {t: theirs[near[t]] for t in own}
+        joined = {
+            t: tuple(tgt.xp.concatenate([a[:, :, :1], b[:, :, 1:]], 2) for a, b in zip(own[t], copied[t], strict=True))
+            for t in own
+        }
+        caches = {("counterpart", None, 1): tgt.install(target, joined)}
+        for key, sinks in itertools.product(mappers, (0, 1)):
+            known = {"source_cache": src.install(source, theirs), "sinks": sinks}
+            caches[(*key, sinks)] = live.handoff(mappers[key], source, target, rows_, **known).cache
+        reference = scored(tgt.install(target, own))
+        for key, cache in caches.items():
+            logits = scored(cache)
+            three = metrics.nll(logits, after), metrics.kl(reference, logits), metrics.top1(reference, logits)
+            found.setdefault(key, []).append(three)
+    return {key: [np.concatenate(x) for x in zip(*parts, strict=True)] for key, parts in found.items()}
+
+
 def _peak(mapper: Any, cache: Any, unload: bool) -> float:
     """The most bytes of weights that a mapper holds while it maps a cache, looked at whenever a layer is used."""
     seen = [0]
@@ -173,24 +264,58 @@ def table(found: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def real_table(found: list[dict[str, Any]], pair: str) -> str:
+    """Markdown: every arm and setting of a pair of real models."""
+    lines = ["| cache of the prompt | k | penalty | exact first tokens | NLL | top-1 | gap recovered |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    value: dict[Any, dict[str, Any]] = {}
+    for r in found:
+        if _pair(r) == pair:
+            s = r["setting"]
+            mapped = s["arm"] in ("mapped", "random", "other")  # the others use no mapper
+            key = (s["arm"], *((str(s["k"]), f"{s['penalty']:.0e}".replace("e-0", "e-")) if mapped else ("", "")))
+            value.setdefault((*key, str(s["sinks"]) if s["arm"] not in ("own", "source") else ""), {})[r["metric"]] = r
+    for key, at in value.items():
+        nll, top, gap = (at[m] for m in ("nll", "top1", "gap"))
+        span = f" ({gap['low']:.2f} to {gap['high']:.2f})" if key[0] not in ("own", "none") else ""
+        cells = [*key, f"{nll['value']:.3f}", f"{top['value']:.2f}", f"{gap['value']:.2f}{span}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", action="store_true", help="print the tables from the committed rows")
     parser.add_argument("--times", action="store_true", help="measure the times anew and replace their rows")
     parser.add_argument("--extra", action="store_true", help="add two controls to the rows that are there")
+    parser.add_argument("--pair", nargs=2, metavar=("SOURCE", "TARGET"), help="measure smollm2 and smollm2-sibling")
+    parser.add_argument("--passages", type=int, default=24, help="of --pair")
+    parser.add_argument("--penalties", type=float, nargs="+", default=[1e-4, 1e-2], help="of --pair")
+    parser.add_argument("--moments", type=Path, help="of --pair: keeps what was read, and continues from it")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
+    there = rows.read(args.out) if args.out.exists() else []
+    family_pairs = {f"{a}->{b}" for a, b in PAIRS}
     if args.times:
-        kept = [r for r in rows.read(args.out) if r["metric"] != "time" and r["claim"] != "hosts"]
-        rows.write(args.out, kept + times())
+        anew = [r for r in there if r["claim"] == "hosts" or (r["metric"] == "time" and _pair(r) in family_pairs)]
+        rows.write(args.out, [r for r in there if r not in anew] + times())
     elif args.extra:
-        rows.write(args.out, rows.read(args.out) + extra())
+        rows.write(args.out, there + extra())
+    elif args.pair and not args.table:
+        found = real(*args.pair, args.passages, args.penalties, args.moments)
+        there = rows.read(args.out)  # again: the other direction may have been measured meanwhile
+        rows.write(args.out, [r for r in there if _pair(r) != "->".join(args.pair)] + found)
     elif not args.table:
-        found: list[dict[str, Any]] = []
+        found = [r for r in there if _pair(r) not in family_pairs]
         for pair in PAIRS:
             found += measure(*pair)
             rows.write(args.out, found)  # after each pair: an interrupt keeps what was measured
-    print(table(rows.read(args.out)))
+    there = rows.read(args.out)
+    print(real_table(there, "->".join(args.pair)) if args.pair else table(there))
+
+
+def _pair(row: dict[str, Any]) -> str:
+    return row["setting"]["pair"]
 
 
 if __name__ == "__main__":

