@@ -214,7 +214,7 @@ def calibrate(
     size = _group_size(group, spec.n_layers)
     if grouping not in ("contiguous", "cka"):
         raise BadInput(f"grouping must be 'contiguous' or 'cka', got {grouping!r}.")
-    stream = list(islice(sequences(texts, tokenizer, length), count))
+    stream = [s for s in islice(sequences(texts, tokenizer, length), count) if len(s) >= skip + 8]
     fit_on = [s for i, s in enumerate(stream) if i % HOLD_OUT != HOLD_OUT // 2]
     held = [s for i, s in enumerate(stream) if i % HOLD_OUT == HOLD_OUT // 2]
     rows = sum(max(0, len(s) - skip) for s in fit_on)

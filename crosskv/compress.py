@@ -82,6 +82,9 @@ class XKVConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise BadInput(f"{name} must be an integer of at least {low}, got {value!r}.")
         if isinstance(self.basis, (str, Path)) and self.basis not in ("tokens", "features"):
+            if not Path(self.basis).expanduser().is_dir():
+                known = nearest(str(self.basis), ("tokens", "features"))
+                raise BadInput(f"basis {str(self.basis)!r} is no directory of crosskv calibrate{known}")
             object.__setattr__(self, "basis", Calibrated.load(self.basis))
         if self.exact not in (None, "float16", "bfloat16", "float32"):
             raise BadInput(f"exact must be float16, bfloat16, float32 or None, got {self.exact!r}.")
@@ -172,6 +175,8 @@ def _within(found: list[tuple[Basis, np.ndarray]], rows: int, tokens: int, c: XK
     """
     features = found[0][0].vectors.shape[-2]
     budget = len(found) * 16 * features * rows * tokens / c.ratio
+    # keys and values count alike, whatever their size
+    found = [(basis, v / max(float(v.sum()), 1e-30)) for basis, v in found]
     strongest = np.sort(np.concatenate([v for _, v in found]))[::-1]
     each = 16 * features + rows * tokens * SCALE_BITS / c.block
     means = 16 * features * sum(basis.mean is not None for basis, _ in found)
@@ -285,7 +290,10 @@ def _codecs(model: Any, spec: ModelKVSpec, c: XKVConfig) -> list[tuple[tuple[int
         for name in ("rank_keys", "rank_values"):  # a last group that is smaller takes what it has
             if getattr(c, name) is not None:
                 check_rank(getattr(c, name), most, name)
-        codec = Codec(partial(_fitted, c), True, first=max(c.first, c.block), **sizes)
+        # a basis cannot have more vectors than its first tokens; later ones have to make do with it
+        ranks = [c.rank_keys, c.rank_values] if c.values else [c.rank_keys]
+        wanted = 0 if c.ratio or c.energy or c.basis == "features" else max(r or most for r in ranks)
+        codec = Codec(partial(_fitted, c), True, first=max(c.first, c.block, wanted), **sizes)
         return [(tuple(own[i] for i in g), codec) for g in contiguous(len(own), size)]
     c.basis.check_model(spec)
     assert c.ratio is not None
