@@ -33,6 +33,9 @@ __all__ = ["IntConfig", "KVCacheBuilder", "KVCacheConfig", "XKVConfig", "make_ca
 
 SCALE_BITS = 32
 """A scale and a lowest value in float16, for `block` tokens of one latent."""
+KEYS = 4.0
+"""What an error in the keys weighs against one in the values of the same share of their energy: measured on the family
+with noise (docs/log.md, 2026-12-01), where single heads are between 2 and 10."""
 MINMAX = (1.0, 1.0, 0.16, 0.029, 0.0062, 0.0015, 0.00035, 0.0000215)
 """Mean squared error with BITS bits between the least and the largest of 32 values of a normal variable of variance 1:
 (range / (2^bits - 1))^2 / 12. One bit is never worth its scale."""
@@ -175,8 +178,7 @@ def _within(found: list[tuple[Basis, np.ndarray]], rows: int, tokens: int, c: XK
     """
     features = found[0][0].vectors.shape[-2]
     budget = len(found) * 16 * features * rows * tokens / c.ratio
-    # keys and values count alike, whatever their size
-    found = [(basis, v / max(float(v.sum()), 1e-30)) for basis, v in found]
+    found = [(basis, v * w / max(float(v.sum()), 1e-30)) for (basis, v), w in zip(found, (KEYS, 1.0), strict=False)]
     strongest = np.sort(np.concatenate([v for _, v in found]))[::-1]
     each = 16 * features + rows * tokens * SCALE_BITS / c.block
     means = 16 * features * sum(basis.mean is not None for basis, _ in found)
