@@ -146,10 +146,11 @@ def lookups(model: Any, tokenizer: Any, setting: dict[str, Any], cases: int) -> 
     """Share of generated lookup questions answered, the document being in the cache and the question not."""
     filler, out = tasks.Filler(family.text("heldout")), []
     made = [tasks.make(name, seed, filler, chars=CHARS) for name in TASKS for seed in range(cases)]
-    for arm, config in {"own": None, **CONFIGS}.items():
-        right = np.mean([packed.answers(model, tokenizer.encode, case, config) for case in made])
+    found = [packed.answers(model, tokenizer.encode, case, {"own": None, **CONFIGS}) for case in made]
+    for arm in found[0]:
+        right = float(np.mean([f[arm] for f in found]))
         where = setting | {"arm": arm, "tasks": list(TASKS), "chars": CHARS}
-        out.append(rows.row("compress", where, "answered", float(right), "share", n=len(made)))
+        out.append(rows.row("compress", where, "answered", right, "share", n=len(made)))
         print(f"{setting['model']} {arm}: {right:.2f} answered")
     return out
 

@@ -160,11 +160,12 @@ def lookups(model: Any, tokenizer: Any, setting: dict, arms: dict[str, Any], cas
     """Share of generated lookup questions answered, the document being in the cache and the question not."""
     filler, out = tasks.Filler(family.text("heldout")), []
     made = [tasks.make(name, seed, filler, chars=CHARS) for name in TASKS for seed in range(cases)]
-    for arm, config in {"own": None, **arms}.items():
-        right = [packed.answers(model, tokenizer.encode, case, config) for case in made]
+    right = [packed.answers(model, tokenizer.encode, case, {"own": None, **arms}) for case in made]
+    for arm in right[0]:
         at = setting | {"arm": arm, "tasks": list(TASKS), "chars": CHARS}
-        out.append(rows.row("compress", at, "answered", float(np.mean(right)), "share", n=len(made)))
-        print(f"{arm}: {sum(right)}/{len(made)} answered", flush=True)
+        share = float(np.mean([r[arm] for r in right]))
+        out.append(rows.row("compress", at, "answered", share, "share", n=len(made)))
+        print(f"{arm}: {share:.2f} answered", flush=True)
     return out
 
 

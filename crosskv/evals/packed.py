@@ -93,20 +93,21 @@ def score(model: Any, passages: np.ndarray, prefix: int, configs: dict[str, Conf
     return out
 
 
-def answers(model: Any, encode: Encode, case: Case, config: Config | None) -> bool:
-    """Whether the model answers greedily with the document in its cache, packed (or the host's own, for None), and the
-    question read on top of it.
+def answers(model: Any, encode: Encode, case: Case, configs: dict[str, Config | None]) -> dict[str, bool]:
+    """For every config (None: the host's own cache), whether the model answers greedily with the document in its cache,
+    compressed, and the question read on top of it.
     """
+    b = backends.of(model)
     context, prompt = (encode(text) for text in (case.context, case.prompt))
     full = encode(case.prompt + case.answer)
-    n = next((i for i, (a, b) in enumerate(zip(context, full, strict=False)) if a != b), len(context))
-    first = np.asarray([full[:n]])
-    cache = own_cache(model, first)
-    cache = cache if config is None else make_cache(model, config, cache)
-    logits = backends.of(model).logits(model, [full[n:]], cache)
-    best = backends.of(model).to_numpy(logits)[0].argmax(-1)
-    at = len(prompt) - n
-    return bool((best[at - 1 : -1] == np.asarray(full[len(prompt) :])).all())
+    n = next((i for i, (x, y) in enumerate(zip(context, full, strict=False)) if x != y), len(context))
+    layers, at, out = b.capture(model, [full[:n]]), len(prompt) - n, {}
+    for arm, config in configs.items():
+        cache = b.install(model, layers)
+        cache = cache if config is None else make_cache(model, config, cache)
+        best = b.to_numpy(b.logits(model, [full[n:]], cache))[0].argmax(-1)
+        out[arm] = bool((best[at - 1 : -1] == np.asarray(full[len(prompt) :])).all())
+    return out
 
 
 def decode(model: Any, tokenizer: Any, ids: list[int], cache: Any, limit: int) -> tuple[list[int], float]:
