@@ -24,7 +24,7 @@ from crosskv.calibrated import Calibrated, contiguous
 from crosskv.errors import BadInput, MatchedKVError, known_fields, nearest
 from crosskv.latent import Codec, Coder, Group, Side, link
 from crosskv.layout import ModelKVSpec
-from crosskv.live import measured
+from crosskv.live import as_ids, measured
 from crosskv.quant import PLANES
 from crosskv.store import IntConfig, Store
 from crosskv.subspace import BITS, Basis, allocate, check_rank, gathered, prompt_basis, runs
@@ -232,16 +232,16 @@ def _code_bits(bits: np.ndarray) -> int:
     return sum(8 * -(-n // 8) for n in sizes)
 
 
-def make_cache(model: Any, config: IntConfig | XKVConfig | None = None, cache: Any = None) -> Any:
+def make_cache(model: Any, config: IntConfig | XKVConfig | None = None, cache: Any = None, mask: Any = None) -> Any:
     """A compressed cache for a live model of either host, for one prompt or batch: empty, or with the tokens of
     `cache`.
 
     transformers: a Cache for generate and forward, with left padding, beams, crop, reorder and deepcopy. mlx-lm: a list
     of caches for generate and generate_step, with trim. cache: the host's own one of this model (a prefilled one, or
-    crosskv.handoff's), which is not changed. Layers with a sliding window keep the host's own cache. `cache.nbytes`
-    (each cache's, in mlx-lm; `compress.nbytes` for the sum) is what is held; a calibrated basis, which all caches
-    share, is not in it (`Calibrated.static_bytes`). Raises MatchedKVError for models with recurrent, shared or latent
-    caches, IncompatibleModels for a basis of another model.
+    crosskv.handoff's), which is not changed; mask [B, T]: 0 where that is padding on the left. Layers with a sliding
+    window keep the host's own cache. `cache.nbytes` (each cache's, in mlx-lm; `compress.nbytes` for the sum) is what is
+    held; a calibrated basis, which all caches share, is not in it (`Calibrated.static_bytes`). Raises MatchedKVError
+    for models with recurrent, shared or latent caches, IncompatibleModels for a basis of another model.
     """
     config = IntConfig() if config is None else config
     b = backends.of(model)
@@ -253,7 +253,11 @@ def make_cache(model: Any, config: IntConfig | XKVConfig | None = None, cache: A
     else:
         raise BadInput(f"Expected an IntConfig or XKVConfig, got {type(config).__name__}.")
     register(b)
-    return b.held_cache(model, new, None if cache is None else b.read(model, cache), (measured(model), config))
+    positions = None if mask is None else as_ids(mask).cumsum(1) - 1
+    layers = None if cache is None else b.read(model, cache)
+    if positions is not None and (layers is None or positions.shape[1] != layers[0][0].shape[-2]):
+        raise BadInput("mask belongs to the tokens of cache: give both, of the same length.")
+    return b.held_cache(model, new, layers, (measured(model), config), positions)
 
 
 def _members(model: Any, config: XKVConfig) -> dict[int, Held]:

@@ -208,10 +208,11 @@ class Models(Protocol):
         ...
 
     def held_cache(
-        self, model: Any, new: Callable[[int], Held], layers: Layers | None = None, about: Any = None
-    ) -> Any:
+        self, model: Any, new: Callable[[int], Held], layers: Layers | None = None, about: Any = None,
+        positions: Any = None,
+    ) -> Any:  # fmt: skip
         """A cache of the host's own kind whose layer i keeps its tokens in new(i); sliding-window layers stay the
-        host's own. It starts with the tokens of `layers`; `about` goes along with it."""
+        host's own. It starts with the tokens of `layers`, at `positions` [B, T]; `about` goes along with it."""
         ...
 
     def held(self, cache: Any) -> tuple[list[Held | None], Any]:

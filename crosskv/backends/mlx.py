@@ -501,7 +501,11 @@ def weight(model: Any) -> mx.array:
     return next(_weights(model))
 
 
-def held_cache(model: Any, new: Callable[[int], Held], layers: Layers | None = None, about: Any = None) -> list[Any]:
+def held_cache(
+    model: Any, new: Callable[[int], Held], layers: Layers | None = None, about: Any = None, positions: Any = None
+) -> list[Any]:
+    if positions is not None and (positions[:, 0] < 0).any():
+        raise BadInput("mlx-lm pads in its own batches: make one packed cache for every prompt and give them to it.")
     full = full_layers(model)
     caches = [HeldKVCache(new(i), about) if i in full else c for i, c in enumerate(_own_caches(model))]
     for i, kv in (layers or {}).items():

@@ -316,13 +316,15 @@ def weight(model: Any) -> torch.Tensor:
     return next(model.parameters())
 
 
-def held_cache(model: Any, new: Callable[[int], Held], layers: Layers | None = None, about: Any = None) -> HeldCache:
+def held_cache(
+    model: Any, new: Callable[[int], Held], layers: Layers | None = None, about: Any = None, positions: Any = None
+) -> HeldCache:
     own, full = DynamicCache(config=model.config).layers, full_layers(model)
     cache = HeldCache(layers=[HeldLayer(new(i)) if i in full else x for i, x in enumerate(own)])
     cache.about = about
     like = {"device": _device(model), "dtype": _dtype(model)}
     for i, kv in sorted((layers or {}).items()):
-        cache.update(*(x.to(**like) for x in kv), i)
+        cache.update(*(x.to(**like) for x in kv), i, kwargs={"position_ids": positions})
     return cache
 
 
