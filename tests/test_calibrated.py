@@ -85,8 +85,8 @@ def test_vectors_are_those_of_the_rows_written_out(fitted, family_model):
         assert np.linalg.norm(v[:, :k] @ v[:, :k].T - want, 2) <= 4 * np.sqrt(k) * 2.0**-11 + 1e-4 / gap
 
 
-def test_layers_are_brought_to_one_size_first(fitted, family_model):
-    """Whatever the weights, features of one head are scaled alike, and no scale is zero."""
+def test_heads_are_brought_to_the_size_of_their_weight_first(fitted, family_model):
+    """scale^2 = variance of a head's features / its sensitivity, so that what an error costs is its square."""
     stream, basis = fitted
     rows = rows_of(family_model("S", "torch")[0], parts(stream)[0])
     d = basis.spec.head_dim
@@ -94,7 +94,8 @@ def test_layers_are_brought_to_one_size_first(fitted, family_model):
         scale = s.scale.reshape(-1, d)
         assert (scale == scale[:, :1]).all() and (scale > 0).all()
         variance = np.concatenate([rows[i][side].var(0).reshape(-1, d).mean(1) for i in g])
-        assert np.corrcoef(np.log(variance), np.log(scale[:, 0] ** 2 + 1e-30))[0, 1] > 0 or variance.std() < 1e-3
+        weight = np.asarray(basis.about["sensitivity"])[side, list(g)].ravel()
+        np.testing.assert_allclose(scale[:, 0] ** 2, variance / weight, rtol=1e-3)
 
 
 def test_the_tables_are_errors_that_can_be_measured(fitted, family_model):
@@ -185,10 +186,10 @@ def test_look_alike_layers_come_together():
         x.append(3 * signals[family_] @ q + 0.5 * rng.standard_normal((500, 6)) + 10)
     m = moments(np.concatenate(x, 1), np.zeros((500, 1)))
     spec = ModelKVSpec(6, 1, 6, 1e4)
-    assert alike(m, m, spec, 3) == [(0, 3, 4), (1, 2, 5)]
-    assert alike(m, m, spec, 1) == [(i,) for i in range(6)]
-    assert alike(m, m, spec, 6) == [tuple(range(6))]
-    pairs = alike(m, m, spec, 2)
+    assert alike((m, m), spec, 3) == [(0, 3, 4), (1, 2, 5)]
+    assert alike((m, m), spec, 1) == [(i,) for i in range(6)]
+    assert alike((m, m), spec, 6) == [tuple(range(6))]
+    pairs = alike((m, m), spec, 2)
     assert sorted(i for g in pairs for i in g) == list(range(6)) and max(map(len, pairs)) == 2
     assert sum(set(g) <= {0, 3, 4} or set(g) <= {1, 2, 5} for g in pairs) == 2  # and the two that are left
 
@@ -223,7 +224,9 @@ def test_bits_stay_within_the_budget(fitted, ratio):
     assert [len(k) for k, _ in bits] == [s.vectors.shape[1] for s, _ in basis.sides]
     used = sum(int(b.sum()) for pair in bits for b in pair)
     most = 8 * sum(len(b) for pair in bits for b in pair)
-    assert used <= budget and (used > budget - 2 or used == most or ratio == 2)
+    padding = 8 * sum(len(PLANES[int(n)]) for pair in bits for b in pair for n in set(b[b > 0]))
+    assert used <= 8 * basis.packed_bytes(bits) <= budget
+    assert used > budget - padding - 8 or used == most or ratio == 2
 
 
 def test_fewer_bits_err_more(fitted):
@@ -256,7 +259,7 @@ def test_what_the_basis_weighs_in_use(fitted, family_model):
     _, basis = fitted
     mine = make_cache(family_model("S", "torch")[0], XKVConfig(basis, ratio=8))
     bits = basis.bits(2 * 16 * basis.spec.n_layers * basis.spec.width / 8)
-    basis_arrays = [g.codec.both for g in groups(mine)]
+    basis_arrays = [g.codec.sides((), ()) for g in groups(mine)]
     assert mine.nbytes == 0
     assert storage_bytes(basis_arrays) == basis.static_bytes(bits)
 
@@ -344,7 +347,7 @@ def test_every_token_is_encoded_on_its_own(host, fitted, family_model):
     first = [[b.to_numpy(x) for x in kv] for i, kv in sorted(b.read(model, caches[0]).items())]
     for got, want in zip(b.read(model, caches[1])[0], first[0], strict=True):
         error = np.linalg.norm(b.to_numpy(got) - want) / np.linalg.norm(want)
-        assert error < 0.02  # the layers that share latents with layer 0 saw compressed tokens
+        assert error < 0.05  # the layers that share latents with layer 0 saw compressed tokens
     trim(caches[0], 37)  # 4 sinks + 49: any place can be cut, there are no scales to share
     assert {g.packed_tokens for g in groups(caches[0])} == {49} and groups(caches[0])[0].tails[0] is None
     for i, kv in sorted(b.read(model, caches[0]).items()):
@@ -427,7 +430,11 @@ def test_damaged_files_are_refused(fitted, tmp_path):
     (place / "calibrated.safetensors").unlink()
     refused("is not a readable calibrated basis")
     with pytest.raises(BadArtifact, match="nowhere"):
+        Calibrated.load(tmp_path / "nowhere")
+    with pytest.raises(BadInput, match="nowhere.*there are tokens, features"):
         XKVConfig(tmp_path / "nowhere", ratio=4)
+    with pytest.raises(BadInput, match="did you mean 'tokens'"):
+        XKVConfig("token", ratio=4)
 
 
 def test_a_padded_batch_that_was_read_before_needs_its_mask():
