@@ -202,7 +202,7 @@ class Group:
         self.sinks, self.tails = list(none), list(none)
         self.middle: tuple[Segment, ...] = ()
         self.start: Array | None = None  # [B, 1] float32: the position of index 0, when it is not 0
-        self.dtype = ""
+        self.dtype, self.width = "", 0  # of the model's keys: heads * head dim
         self.scratch: list[tuple[Array, Array]] | None = None
 
     def members(self) -> list[Member]:
@@ -260,7 +260,7 @@ class Group:
     def append(self, j: int, keys: Array, values: Array, positions: Any) -> Pair:
         self._check(j, keys, values)
         self.all[0].forks = []
-        self.dtype = backends.of(keys).dtype_of(keys)
+        self.dtype, self.width = backends.of(keys).dtype_of(keys), keys.shape[1] * keys.shape[-1]
         if not any(map(self.length, range(len(self.layers)))):
             self._place(keys, positions)
         if self.middle and self.scratch is None:
@@ -538,8 +538,7 @@ class Member:
     @property
     def fp16_key_bytes(self) -> int:
         """What the keys of all tokens held would take at 2 bytes an entry."""
-        pair = self.group.sinks[self.index] or self.group.tails[self.index]
-        return 0 if pair is None else 2 * self.length * int(np.prod([*pair[0].shape[:2], pair[0].shape[-1]]))
+        return 2 * self.length * self.batch * self.group.width
 
     value_fp16_bytes = fp16_key_bytes
 

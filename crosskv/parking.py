@@ -177,7 +177,7 @@ def _group(g: Group, name: str, tensors: dict[str, Any]) -> dict[str, Any]:
             kind = side.basis.kind if own else None  # type: ignore[union-attr]
             sides.append({"runs": side.coder.runs, "dtype": side.coder.dtype, "kind": kind})
         segments.append(sides)
-    return {"layers": g.layers, "dtype": g.dtype, "segments": segments}
+    return {"layers": g.layers, "dtype": g.dtype, "width": g.width, "segments": segments}
 
 
 def _fill(cache: Any, about: dict[str, Any], tensors: Tensors, model: Any) -> None:
@@ -205,7 +205,7 @@ def _fill_group(g: Group, name: str, x: dict[str, Any], names: set[str], array: 
             (array(f"{name}.{word}.{j}.0"), array(f"{name}.{word}.{j}.1")) if f"{name}.{word}.{j}.0" in names else None
         )
 
-    g.dtype = x["dtype"]
+    g.dtype, g.width = x["dtype"], x["width"]
     g.sinks = [pair("sinks", j) for j in range(len(g.layers))]
     g.tails = [pair("tail", j) for j in range(len(g.layers))]
     g.start = array(f"{name}.start") if f"{name}.start" in names else None

@@ -57,6 +57,8 @@ def plan(
     the best that can be reached.
     """
     spec = model if isinstance(model, ModelKVSpec) else measured(model)
+    if basis is not None:
+        basis.check_model(spec)
     full = 2 * 2 * spec.n_layers * spec.width
     if (ratio is None) == (bytes_per_token is None):
         raise BadInput("Give either ratio or bytes_per_token.")

@@ -139,6 +139,32 @@ class Held(Protocol):
     def restore(self, state: Sequence[Any]) -> Held: ...
 
 
+class LayerBytes:
+    """The seed page's byte counts of one layer's cache, for a cache that keeps its tokens in a group (`held`)."""
+
+    held: Any
+
+    @property
+    def compressed_key_bytes(self) -> int:
+        return self.held.compressed_key_bytes
+
+    @property
+    def compressed_value_bytes(self) -> int:
+        return self.held.compressed_value_bytes
+
+    @property
+    def shared_basis_bytes(self) -> int:
+        return self.held.shared_basis_bytes
+
+    @property
+    def fp16_key_bytes(self) -> int:
+        return self.held.fp16_key_bytes
+
+    @property
+    def value_fp16_bytes(self) -> int:
+        return self.held.value_fp16_bytes
+
+
 class NotSaved:
     """Part of a state that is not the whole story. A host that writes states to files finds something that it cannot
     write, and the sentence in which it means to say so raises ours instead."""

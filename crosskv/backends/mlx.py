@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from crosskv.backends import Held, Layers, NotSaved, Rope
+from crosskv.backends import Held, LayerBytes, Layers, NotSaved, Rope
 from crosskv.errors import BadInput, MatchedKVError
 
 xp = mx
@@ -282,7 +282,7 @@ class _Packed:
         return True
 
 
-class HeldKVCache(_Packed):
+class HeldKVCache(_Packed, LayerBytes):
     """An mlx-lm cache of one layer that keeps its tokens in a `Held`.
 
     mlx_lm's save_prompt_cache writes those of plain integers, and load_prompt_cache reads them in any process that has

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from crosskv.backends import Held, Layers, Rope, host_peak
+from crosskv.backends import Held, LayerBytes, Layers, Rope, host_peak
 from crosskv.errors import BadInput, MatchedKVError
 
 xp = torch
@@ -240,7 +240,7 @@ def generate(model: Any, tokenizer: Any, ids: Sequence[int], limit: int, cache: 
     return out[:-1] if out and out[-1] == tokenizer.eos_token_id else out
 
 
-class HeldLayer(DynamicLayer):
+class HeldLayer(LayerBytes, DynamicLayer):
     """A transformers cache layer that keeps its tokens in a `Held`."""
 
     def __init__(self, new: Held):
