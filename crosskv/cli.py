@@ -341,17 +341,16 @@ def plan(
     if as_json:
         print(json.dumps([_plan_json(p) for p in found]))
         return
-    table = Table("", "method", "ratio", "bytes", "static bytes", "pays from", "KL to expect", "")
+    table = Table("", "method", "ratio", "bytes", "static bytes", "pays from", "KL to expect")
     for i, p in enumerate(found):
-        pays = "" if p.breakeven is None else f"{p.breakeven:,} cached tokens"
+        pays = "" if p.breakeven is None else f"{p.breakeven:,} tokens"
         kl = "" if p.kl is None else f"{p.kl:.4f}"
-        word = "use" if i == 0 else "or"
-        table.add_row(
-            word, type(p.config).__name__, f"{p.ratio:.1f}x", f"{p.bytes:,}", f"{p.static:,}", pays, kl, p.why
-        )
+        table.add_row(str(i + 1), type(p.config).__name__, f"{p.ratio:.1f}x", f"{p.bytes:,}", f"{p.static:,}", pays, kl)
     out.print(table)
+    for i, p in enumerate(found):
+        out.print(f"{i + 1}. {'use' if i == 0 else 'or'} {p.why}", soft_wrap=True)
     out.print(f"for one sequence of {_tokens(context):,} tokens, sinks and a full tail included, in half precision",
-              style="dim")  # fmt: skip
+              style="dim", soft_wrap=True)  # fmt: skip
 
 
 def _tokens(text: str) -> int:
@@ -382,7 +381,9 @@ def compress(
     basis: Annotated[Path | None, typer.Option(help="what `crosskv calibrate` wrote, for --ratio")] = None,
     bits: Annotated[int | None, typer.Option(help="instead of --ratio, plain integers: 2, 3, 4 or 8")] = None,
     bits_values: Annotated[int | None, typer.Option(help="of values, when not as keys")] = None,
+    group: Annotated[int, typer.Option(help="entries that share a scale, with --bits")] = 64,
     sinks: Annotated[int, typer.Option(help="first tokens that stay exact")] = 4,
+    tail: Annotated[int | None, typer.Option(help="last tokens that stay exact (64, or 16 with --ratio)")] = None,
     max_tokens: Annotated[int, typer.Option(help="to generate")] = 64,
     score: Annotated[int, typer.Option(help="last tokens of the prompt whose likelihood is compared")] = 64,
     host: Host = "torch",
@@ -402,10 +403,11 @@ def compress(
     opened, tokenizer = open_model(model, host)
     ids = tokenizer.encode(text)
     if ratio is not None:
-        config = crosskv.plan(opened, ratio, len(ids) + max_tokens, _basis(basis), sinks=sinks)[0].config
+        last = 16 if tail is None else tail
+        config = crosskv.plan(opened, ratio, len(ids) + max_tokens, _basis(basis), sinks=sinks, tail=last)[0].config
     else:
-        bits = 4 if bits is None else bits
-        config = crosskv.IntConfig(bits, bits if bits_values is None else bits_values, sinks=sinks)
+        bits, last = 4 if bits is None else bits, 64 if tail is None else tail
+        config = crosskv.IntConfig(bits, bits if bits_values is None else bits_values, group, sinks, last)
     facts = packed.compare(opened, tokenizer, ids, config, max_tokens, score)
     if as_json:
         print(json.dumps(facts))

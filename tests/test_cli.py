@@ -130,7 +130,7 @@ def test_compress_shows_both_caches(host, tmp_path):
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["own"]["text"] == said["packed"]["text"] and abs(said["nll_increase"]) < 0.05
-    assert said["config"]["bits_keys"] == 8 and said["config"]["bits_values"] == 4
+    assert said["method"].startswith("IntConfig(bits_keys=8, group=32")
     assert said["ratio"] == said["own"]["bytes"] / said["packed"]["bytes"] > 1.5
     assert said["own"]["bytes"] >= said["cached_tokens"] * 4 * 2 * 4 * 64 * 4
 
@@ -147,3 +147,50 @@ def test_compress_says_what_is_wrong(args, sentence, tmp_path):
     (tmp_path / "p.txt").write_text("Once upon a time there was a captain")
     done = crosskv("compress", "family:S", "--prompt-file", tmp_path / "p.txt", *args)
     assert done.returncode == 1 and sentence in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("calibrated")
+    text = directory / "text.txt"
+    text.write_text(family.text("calibration")[:150_000])
+    done = crosskv(
+        "calibrate", "family:S", "--data", text, "-o", directory / "basis", "--group", "all", "--sequences", 24,
+        "--length", 256, "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["groups"] == [[0, 1, 2, 3]]
+    return directory / "basis"
+
+
+def test_plan_says_what_to_use(calibrated):
+    done = crosskv("plan", "family:S", "--ratio", 8, "--context", "32k", "--basis", calibrated, "--json")
+    first = json.loads(done.stdout)[0]
+    assert (
+        done.returncode == 0 and first["method"] == "XKVConfig" and 7.9 < first["ratio"] < 8.5 and first["static"] > 0
+    )
+    low = json.loads(crosskv("plan", "family:S", "--ratio", 3, "--context", "32k", "--json").stdout)[0]
+    assert low["method"] == "IntConfig" and "4-bit" in low["why"]
+    shown = crosskv("plan", "family:S", "--ratio", 8, "--context", 4096, "--basis", calibrated)
+    assert shown.returncode == 0 and "calibrated basis" in " ".join(shown.stdout.split())
+    for wrong, says in (
+        (("--ratio", 8, "--context", "many"), "context must be a number of tokens"),
+        (("--ratio", 40, "--context", 300, "--basis", calibrated), "No method reaches 40.0x"),
+        ((), "either ratio or bytes_per_token"),
+    ):
+        done = crosskv("plan", "family:S", *wrong)
+        assert done.returncode == 1 and says in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_compress_within_a_ratio(calibrated, tmp_path):
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text(family.text("heldout")[:4000])
+    options = ["--prompt", prompt, "--ratio", 6, "--basis", calibrated, "--max-tokens", 8, "--json"]
+    done = crosskv("compress", "family:S", *options)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert "basis=calibrated" in said["method"] and said["ratio"] > 6  # of a float32 model: 12 but for the exact tokens
+    assert abs(said["nll_increase"]) < 0.1 and said["packed"]["new_tokens"] > 0 and "peak" in said["own"]
+    done = crosskv("compress", "family:M", *options)
+    assert done.returncode == 1 and "calibrated for" in done.stderr
+    assert crosskv("compress", "family:S", *options, "--bits", 4).returncode == 2
