@@ -114,7 +114,8 @@ def measure(name: str, model: Any, tokenizer: Any, text: Any, scored: str, a: ar
     for prefix in a.prefix:
         passages = run.rows(tokenizer.encode, scored, a.passages, prefix + CONTINUATION)
         setting, count = about | {"prefix": prefix}, len(passages)
-        arms = reached(model, passages[:1, :prefix], configs(prefix, bases, a.ratios))
+        arms = {k: v for k, v in configs(prefix, bases, a.ratios).items() if k.startswith(tuple(a.arms or [""]))}
+        arms = reached(model, passages[:1, :prefix], arms)
         costs = packed.score(model, passages, prefix, arms, a.batch)
         for arm, config in arms.items():
             own = costs["own"].nll.mean(1)
@@ -244,6 +245,7 @@ def main() -> None:
     add("--calibration", type=int, default=64, help="sequences of 1,024 tokens")
     add("--questions", type=int, default=0, help="per task")
     add("--times", type=int, default=0, help="tokens to generate in each timed run")
+    add("--arms", nargs="+", help="only arms that begin with one of these")
     add("--device", default="cpu")
     add("--dtype", default="float32")
     add("--out", type=Path, default=RESULTS)
@@ -261,7 +263,7 @@ def main() -> None:
         files = sorted(a.text.rglob("*.*"))
         cut = len(files) * 9 // 10
         order = np.random.default_rng(0).permutation(len(files))
-        text = [files[i].read_text(errors="ignore")[:200_000] for i in order[:cut]]
+        text = [files[i].read_text(errors="ignore")[10_000:22_000] for i in order[:cut]]  # a little of every one
         scored = "\n\n".join(files[i].read_text(errors="ignore")[:400_000] for i in order[cut:])
     rows.write(a.out, measure(a.model, model.to(a.device), tokenizer, text, scored, a))
     print(table(rows.read(a.out)))
