@@ -272,7 +272,7 @@ def real_table(found: list[dict[str, Any]], pair: str) -> str:
     for r in found:
         if _pair(r) == pair:
             s = r["setting"]
-            mapped = s["arm"] in ("mapped", "random", "other")  # the others use no mapper
+            mapped = s["arm"] in ("mapped", "random", "wrong document")  # the others use no mapper
             key = (s["arm"], *((str(s["k"]), f"{s['penalty']:.0e}".replace("e-0", "e-")) if mapped else ("", "")))
             value.setdefault((*key, str(s["sinks"]) if s["arm"] not in ("own", "source") else ""), {})[r["metric"]] = r
     for key, at in value.items():

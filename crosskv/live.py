@@ -80,6 +80,26 @@ def handoff(
     models. Raises IncompatibleModels for a mapper of another pair, BadInput for anything wrong with the tokens or
     caches.
     """
+    layers, ids, mask, n = _handed(
+        mapper, source, target, prompt, source_cache, target_cache, mask, hold_back, sinks, force
+    )
+    b = backends.of(target)
+    return Handoff(b.install(target, layers, _upto(mask, n)), b.tokens(target, ids[:, n:]))
+
+
+def mapped_layers(
+    mapper: Mapper, source: Any, target: Any, prompt: Any, *, source_cache: Any = None, hold_back: int = 1,
+    sinks: int = 1, force: bool = False,
+) -> dict[int, tuple[Array, Array]]:  # fmt: skip
+    """The keys and values of `handoff`'s cache, before they are installed."""
+    return _handed(mapper, source, target, prompt, source_cache, None, None, hold_back, sinks, force)[0]
+
+
+def _handed(
+    mapper: Mapper, source: Any, target: Any, prompt: Any, source_cache: Any, target_cache: Any, mask: Any,
+    hold_back: int, sinks: int, force: bool,
+) -> tuple[dict[int, tuple[Array, Array]], np.ndarray, np.ndarray | None, int]:  # fmt: skip
+    """(the target's keys and values of the first n tokens, all ids, mask, n)."""
     src, tgt = backends.of(source), backends.of(target)
     ids = as_ids(prompt)
     batch, total = ids.shape
@@ -107,7 +127,7 @@ def handoff(
         mapped = map_cache(part, mapper, _positions(mask, n)[..., m:], *specs, unload_after=False)
         check_finite(mapped, "mapped")
         layers = {i: _joined(tgt, exact.get(i), kv) for i, kv in mapped.items()}
-    return Handoff(tgt.install(target, layers, _upto(mask, n)), tgt.tokens(target, ids[:, n:]))
+    return dict(layers), ids, mask, n
 
 
 def as_ids(tokens: Any) -> np.ndarray:

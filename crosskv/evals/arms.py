@@ -1,23 +1,27 @@
-"""The controls of a transfer: one continuation, scored by the target on top of several caches of the same prompt.
+"""Arms: the caches from which one and the same text is continued, so that they differ in nothing else.
 
-Every arm has the same exact first tokens (sinks) and the same held-back last tokens, so that arms differ only in what
-stands between them:
+An arm turns a batch of contexts into keys and values, and the last tokens of the context that are still to be read;
+whatever is asked then is read on top of them by the arm's model. Every model reads a context once (`Contexts`), however
+many arms and questions share it.
 
-    own       the target's own keys and values, taken out and installed again
-    mapped    the mapper's output from the source's cache
-    random    a mapper of random weights with the deviations and the biases of the real one
-    other     the mapper's output from the cache of another passage: use of the context, or mere warmth?
-    raw copy  the source's keys and values of the layer at the nearest relative depth, unmapped
-    zero      zeros
-    none      nothing: the sinks and the held-back tokens only
-    source    the source model alone, on its own cache
+    own             the target's own keys and values, taken out and installed again
+    mapped          the mapper's output from the source's cache
+    random          a mapper of random weights with the deviations and the biases of the real one
+    another mapper  one that was fitted for another source
+    wrong document  the mapper's output from the cache of another context: use of the context, or mere warmth?
+    raw copy        the source's keys and values of the layer at the nearest relative depth, unmapped
+    zero            zeros
+    none            nothing: the exact first tokens and the held-back ones only
+    source          the source model alone, on its own cache
 
-A transfer is worth its trouble when `mapped` beats `none` and `source`. Gap recovered: (none - arm) / (none - own).
+In all of them the first `sinks` tokens are the target's own and the last `hold_back` ones are read by the target. A
+transfer is worth its trouble when `mapped` beats `none` and `source`. Gap recovered: (none - arm) / (none - own).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,10 +30,178 @@ import numpy as np
 from crosskv import backends, live, metrics
 from crosskv.backends import Layers
 from crosskv.backends import numpy as host
+from crosskv.compress import make_cache
 from crosskv.errors import BadInput
 from crosskv.mapper import Mapper, Packed
 
-ARMS = ("own", "mapped", "random", "other", "raw copy", "zero", "none", "source")
+ARMS = ("own", "mapped", "random", "wrong document", "raw copy", "zero", "none", "source")
+
+
+class Contexts:
+    """Contexts [B, T] of one length, token ids; read by each model at most once."""
+
+    def __init__(self, ids: np.ndarray):
+        self.ids = live.as_ids(ids)
+        self._known: dict[int, tuple[Layers, float]] = {}
+
+    def _read(self, model: Any) -> tuple[Layers, float]:
+        if id(model) not in self._known:
+            started = time.perf_counter()
+            layers = backends.of(model).capture(model, self.ids)
+            _wait(layers)
+            self._known[id(model)] = layers, time.perf_counter() - started
+        return self._known[id(model)]
+
+    def by(self, model: Any) -> Layers:
+        """Keys and values of all tokens, as this model computes them."""
+        return self._read(model)[0]
+
+    def seconds(self, model: Any) -> float:
+        """How long this model took to read them."""
+        return self._read(model)[1]
+
+    def rolled(self, model: Any) -> Contexts:
+        """Each context in the place of the next, as this model has read them."""
+        xp, out = backends.of(model).xp, Contexts(np.roll(self.ids, 1, axis=0))
+
+        def roll(x: Any) -> Any:
+            return xp.concatenate([x[-1:], x[:-1]], 0)
+
+        out._known[id(model)] = {i: (roll(k), roll(v)) for i, (k, v) in self.by(model).items()}, 0.0
+        return out
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a model continues from: keys and values [B, H, T, D], and context tokens [B, m] that it has to read yet."""
+
+    layers: Layers
+    rest: np.ndarray
+
+
+@dataclass(frozen=True)
+class Arm:
+    """name; model: who continues; start: contexts to what it continues from; reads: models whose prefill a cold start
+    has to pay for; options: what rows say of it.
+    """
+
+    name: str
+    model: Any
+    start: Callable[[Contexts], Start]
+    reads: tuple[Any, ...]
+    options: dict[str, Any]
+
+    @property
+    def label(self) -> str:
+        return ", ".join([self.name, *(f"{k}={v}" for k, v in self.options.items())])
+
+
+def transfer_arms(
+    mapper: Mapper,
+    source: Any,
+    target: Any,
+    *,
+    hold_back: int = 0,
+    sinks: int = 1,
+    another: Mapper | None = None,
+    names: Sequence[str] = ARMS,
+) -> list[Arm]:
+    """The arms of a transfer. hold_back: context tokens that the target reads again, besides whatever is asked.
+    another: a mapper that does not belong to this pair, for the arm of that name.
+    """
+    if sinks < 1 or hold_back < 0:
+        raise BadInput(f"sinks must be >= 1 and hold_back >= 0, got {sinks} and {hold_back}.")
+    mapper.check_models(live.measured(source), live.measured(target))
+    src, tgt = backends.of(source), backends.of(target)
+    lazy: dict[str, Mapper] = {}
+
+    def kept(c: Contexts) -> int:
+        n = c.ids.shape[1] - hold_back
+        if n <= sinks:
+            raise BadInput(f"A context of {c.ids.shape[1]} tokens is too short for {sinks} exact and {hold_back} "
+                           "held-back tokens.")  # fmt: skip
+        return n
+
+    def from_(c: Contexts, layers: Layers) -> Start:
+        return Start(layers, c.ids[:, kept(c) :])
+
+    def mapped(c: Contexts, by: Mapper, other: Contexts | None = None) -> Start:
+        n, read = kept(c), c if other is None else other
+        theirs = src.install(source, _cut(read.by(source), 0, n))
+        prompt = np.concatenate([read.ids[:, :n], c.ids[:, :1]], 1)  # the last one is held back: any token will do
+        options: dict[str, Any] = {"source_cache": theirs, "sinks": sinks, "force": True}
+        return from_(c, live.mapped_layers(by, source, target, prompt, **options))
+
+    def own(c: Contexts) -> Start:
+        return from_(c, _cut(c.by(target), 0, kept(c)))
+
+    def filled(c: Contexts, layers: Layers) -> Start:
+        return from_(c, _after(tgt, _cut(c.by(target), 0, sinks), _cut(layers, 0, kept(c)), sinks))
+
+    def random(c: Contexts) -> Start:
+        if "random" not in lazy:
+            lazy["random"] = _scrambled(mapper)
+        return mapped(c, lazy["random"])
+
+    def wrong(c: Contexts) -> Start:
+        if len(c.ids) < 2:
+            raise BadInput("The arm 'wrong document' needs at least 2 contexts at a time.")
+        return mapped(c, mapper, c.rolled(source))
+
+    def raw(c: Contexts) -> Start:
+        theirs, t = c.by(source), live.measured(target).n_layers
+        depth = (len(theirs) - 1) / max(1, t - 1)
+        return filled(c, {i: _moved(src, tgt, theirs[round(i * depth)]) for i in range(t)})
+
+    def zero(c: Contexts) -> Start:
+        return filled(c, {i: (k * 0, v * 0) for i, (k, v) in c.by(target).items()})
+
+    both, options = (source, target), {"hold_back": hold_back} if hold_back else {}
+    made = {
+        "own": (target, own, (target,)),
+        "mapped": (target, lambda c: mapped(c, mapper), (source,)),
+        "random": (target, random, (source,)),
+        "another mapper": (target, lambda c: mapped(c, another), (source,)),  # type: ignore[arg-type]
+        "wrong document": (target, wrong, (source,)),
+        "raw copy": (target, raw, both),
+        "zero": (target, zero, (target,)),
+        "none": (target, lambda c: from_(c, _cut(c.by(target), 0, sinks)), ()),
+        "source": (source, lambda c: Start(_cut(c.by(source), 0, kept(c)), c.ids[:, kept(c) :]), (source,)),
+    }
+    unknown = set(names) - set(made)
+    if unknown or ("another mapper" in names and another is None):
+        raise BadInput(f"Unknown arms {sorted(unknown)}; there are {', '.join(made)}." if unknown else
+                       "The arm 'another mapper' needs another mapper.")  # fmt: skip
+    return [Arm(n, *made[n], options) for n in names]
+
+
+def cache_arms(model: Any, configs: dict[str, Any]) -> list[Arm]:
+    """The model's own cache ("own"), and that cache compressed as each config says and rebuilt: what is asked then is
+    never in the compressed part.
+    """
+    b = backends.of(model)
+
+    def packed(c: Contexts, config: Any) -> Start:
+        cache = make_cache(model, config, b.install(model, c.by(model)))
+        return Start(b.read(model, cache), c.ids[:, :0])
+
+    arms = [Arm("own", model, lambda c: Start(c.by(model), c.ids[:, :0]), (model,), {})]
+    for name, config in configs.items():
+        arms.append(Arm(name, model, lambda c, config=config: packed(c, config), (model,), {}))
+    return arms
+
+
+def continued(arm: Arm, start: Start, tokens: np.ndarray) -> Any:
+    """Logits [B, m + C, V] of the context tokens that are still to be read and of `tokens` [B, C], after the cache.
+
+    With one context and several rows of tokens, every row continues that one context.
+    """
+    b, rest = backends.of(arm.model), start.rest
+    n, layers = len(tokens), start.layers
+    if len(rest) != n:
+        rest = np.repeat(rest, n, 0)
+        layers = {i: tuple(b.xp.concatenate([x] * n, 0) for x in kv) for i, kv in layers.items()}  # type: ignore[misc]
+    return b.logits(arm.model, np.concatenate([rest, tokens], 1), b.install(arm.model, layers))
 
 
 @dataclass(frozen=True)
@@ -74,65 +246,35 @@ def score(
 ) -> Scores:
     """All arms on `passages` [n, prefix + C] of token ids: first the prompt of `prefix` tokens, then the continuation.
 
-    Needs at least 2 passages and sinks >= 1 (without an exact first token there is no `none` to compare with).
+    Needs at least 2 passages, hold_back >= 1 and sinks >= 1 (without an exact first token there is no `none` to compare
+    with).
     """
     if passages.ndim != 2 or len(passages) < 2 or passages.shape[1] <= prefix:
         raise BadInput(f"passages must be [n >= 2, more than {prefix}] token ids, got shape {passages.shape}")
     if sinks < 1 or hold_back < 1 or sinks + hold_back >= prefix:
         raise BadInput(f"sinks and hold_back must be >= 1, their sum under {prefix}; got {sinks} and {hold_back}")
-    mapper.check_models(live.measured(source), live.measured(target))
-    scrambled = _scrambled(mapper)
+    arms = transfer_arms(mapper, source, target, hold_back=hold_back - 1, sinks=sinks)
     parts = [passages[i : i + batch] for i in range(0, len(passages), batch)]
-    if len(parts[-1]) == 1 and len(parts) > 1:  # `other` needs a second passage beside each
+    if len(parts[-1]) == 1 and len(parts) > 1:  # `wrong document` needs a second passage beside each
         parts[-2:] = [np.concatenate(parts[-2:])]
-    found: dict[str, list[tuple[np.ndarray, ...]]] = {arm: [] for arm in ARMS}
+    found: dict[str, list[tuple[np.ndarray, ...]]] = {arm.name: [] for arm in arms}
     for ids in parts:
-        reference = None
-        for arm, logits in _arms(mapper, scrambled, source, target, ids, prefix, hold_back, sinks):
+        contexts, reference, wanted = Contexts(ids[:, : prefix - 1]), None, ids[:, prefix:]
+        for arm in arms:
+            logits = continued(arm, arm.start(contexts), ids[:, prefix - 1 : -1])[:, hold_back - 1 :]
             reference = logits if reference is None else reference
-            found[arm].append(
-                (metrics.nll(logits, ids[:, prefix:]), metrics.kl(reference, logits), metrics.top1(reference, logits))
+            found[arm.name].append(
+                (metrics.nll(logits, wanted), metrics.kl(reference, logits), metrics.top1(reference, logits))
             )
     joined = {arm: [np.concatenate(x) for x in zip(*rows, strict=True)] for arm, rows in found.items()}
     nll, kl, agree = ({arm: three[i] for arm, three in joined.items()} for i in range(3))
     return Scores(nll, kl, agree)
 
 
-def _arms(
-    mapper: Mapper,
-    scrambled: Mapper,
-    source: Any,
-    target: Any,
-    ids: np.ndarray,
-    prefix: int,
-    hold_back: int,
-    sinks: int,
-) -> Iterator[tuple[str, Any]]:
-    """(arm, logits [B, C, V] of the continuation), `own` first."""
-    src, tgt = backends.of(source), backends.of(target)
-    n = prefix - hold_back
-    held, continuation = ids[:, n:prefix], ids[:, prefix:]
-    own = tgt.capture(target, ids[:, :n])
-    theirs = src.capture(source, ids[:, :n])
-    sink = _cut(own, 0, sinks)
-
-    def with_cache(layers: Layers) -> Any:
-        return metrics.continuation_logits(target, held, continuation, tgt.install(target, layers))
-
-    def with_mapped(tokens: np.ndarray, by: Mapper = mapper) -> Any:
-        cache = live.handoff(by, source, target, tokens, hold_back=hold_back, sinks=sinks, force=True).cache
-        return metrics.continuation_logits(target, held, continuation, cache)
-
-    yield "own", with_cache(own)
-    yield "mapped", with_mapped(ids[:, :prefix])
-    yield "random", with_mapped(ids[:, :prefix], scrambled)
-    yield "other", with_mapped(np.roll(ids[:, :prefix], 1, axis=0))
-    depth = (len(theirs) - 1) / max(1, len(own) - 1)
-    nearest = {t: theirs[round(t * depth)] for t in own}
-    yield "raw copy", with_cache(_after(tgt, sink, {t: _moved(src, tgt, kv) for t, kv in nearest.items()}, sinks))
-    yield "zero", with_cache(_after(tgt, sink, {t: (k * 0, v * 0) for t, (k, v) in own.items()}, sinks))
-    yield "none", with_cache(sink)
-    yield "source", metrics.continuation_logits(source, held, continuation, src.install(source, theirs))
+def _wait(layers: Layers) -> None:
+    """Until the arrays are there: a device may still be at work on them."""
+    k, _ = layers[max(layers)]
+    backends.of(k).to_numpy(k[:1, :1, -1:])
 
 
 def _scrambled(mapper: Mapper, seed: int = 0) -> Mapper:
