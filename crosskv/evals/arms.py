@@ -23,6 +23,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -157,7 +158,7 @@ def transfer_arms(
         return filled(c, {i: (k * 0, v * 0) for i, (k, v) in c.by(target).items()})
 
     both, options = (source, target), {"hold_back": hold_back} if hold_back else {}
-    made = {
+    made: dict[str, tuple[Any, Callable[[Contexts], Start], tuple[Any, ...]]] = {
         "own": (target, own, (target,)),
         "mapped": (target, lambda c: mapped(c, mapper), (source,)),
         "random": (target, random, (source,)),
@@ -185,10 +186,8 @@ def cache_arms(model: Any, configs: dict[str, Any]) -> list[Arm]:
         cache = make_cache(model, config, b.install(model, c.by(model)))
         return Start(b.read(model, cache), c.ids[:, :0])
 
-    arms = [Arm("own", model, lambda c: Start(c.by(model), c.ids[:, :0]), (model,), {})]
-    for name, config in configs.items():
-        arms.append(Arm(name, model, lambda c, config=config: packed(c, config), (model,), {}))
-    return arms
+    own = Arm("own", model, lambda c: Start(c.by(model), c.ids[:, :0]), (model,), {})
+    return [own, *(Arm(name, model, partial(packed, config=config), (model,), {}) for name, config in configs.items())]
 
 
 def continued(arm: Arm, start: Start, tokens: np.ndarray) -> Any:
@@ -200,7 +199,7 @@ def continued(arm: Arm, start: Start, tokens: np.ndarray) -> Any:
     n, layers = len(tokens), start.layers
     if len(rest) != n:
         rest = np.repeat(rest, n, 0)
-        layers = {i: tuple(b.xp.concatenate([x] * n, 0) for x in kv) for i, kv in layers.items()}  # type: ignore[misc]
+        layers = {i: tuple(b.xp.concatenate([x] * n, 0) for x in kv) for i, kv in layers.items()}
     return b.logits(arm.model, np.concatenate([rest, tokens], 1), b.install(arm.model, layers))
 
 
