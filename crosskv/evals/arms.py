@@ -39,10 +39,16 @@ ARMS = ("own", "mapped", "random", "wrong document", "raw copy", "zero", "none",
 
 
 class Contexts:
-    """Contexts [B, T] of one length, token ids; read by each model at most once."""
+    """Contexts [B, T] of one length, token ids; read by each model at most once.
 
-    def __init__(self, ids: np.ndarray):
+    others [B, T]: the wrong document of each; None: each context's neighbour in the batch.
+    """
+
+    def __init__(self, ids: Any, others: Any = None):
         self.ids = live.as_ids(ids)
+        self.others = None if others is None else Contexts(others)
+        if self.others is not None and self.others.ids.shape != self.ids.shape:
+            raise BadInput(f"others must have the contexts' shape {self.ids.shape}, got {self.others.ids.shape}.")
         self._known: dict[int, tuple[Layers, float]] = {}
 
     def _read(self, model: Any) -> tuple[Layers, float]:
@@ -61,8 +67,12 @@ class Contexts:
         """How long this model took to read them."""
         return self._read(model)[1]
 
-    def rolled(self, model: Any) -> Contexts:
-        """Each context in the place of the next, as this model has read them."""
+    def wrong(self, model: Any) -> Contexts:
+        """A wrong document in each one's place, as this model has read them."""
+        if self.others is not None:
+            return self.others
+        if len(self.ids) < 2:
+            raise BadInput("The arm 'wrong document' needs others, or at least 2 contexts at a time.")
         xp, out = backends.of(model).xp, Contexts(np.roll(self.ids, 1, axis=0))
 
         def roll(x: Any) -> Any:
@@ -107,8 +117,9 @@ def transfer_arms(
     another: Mapper | None = None,
     names: Sequence[str] = ARMS,
 ) -> list[Arm]:
-    """The arms of a transfer. hold_back: context tokens that the target reads again, besides whatever is asked.
-    another: a mapper that does not belong to this pair, for the arm of that name.
+    """The arms of a transfer. hold_back: context tokens that the target reads again, besides whatever is asked (a
+    context that is no longer than that and the sinks is read by the target in full). another: a mapper that does not
+    belong to this pair, for the arm of that name.
     """
     if sinks < 1 or hold_back < 0:
         raise BadInput(f"sinks must be >= 1 and hold_back >= 0, got {sinks} and {hold_back}.")
@@ -117,11 +128,9 @@ def transfer_arms(
     lazy: dict[str, Mapper] = {}
 
     def kept(c: Contexts) -> int:
-        n = c.ids.shape[1] - hold_back
-        if n <= sinks:
-            raise BadInput(f"A context of {c.ids.shape[1]} tokens is too short for {sinks} exact and {hold_back} "
-                           "held-back tokens.")  # fmt: skip
-        return n
+        if c.ids.shape[1] < sinks:
+            raise BadInput(f"A context of {c.ids.shape[1]} tokens is too short for {sinks} exact ones.")
+        return max(sinks, c.ids.shape[1] - hold_back)
 
     def from_(c: Contexts, layers: Layers) -> Start:
         return Start(layers, c.ids[:, kept(c) :])
@@ -145,9 +154,7 @@ def transfer_arms(
         return mapped(c, lazy["random"])
 
     def wrong(c: Contexts) -> Start:
-        if len(c.ids) < 2:
-            raise BadInput("The arm 'wrong document' needs at least 2 contexts at a time.")
-        return mapped(c, mapper, c.rolled(source))
+        return mapped(c, mapper, c.wrong(source))
 
     def raw(c: Contexts) -> Start:
         theirs, t = c.by(source), live.measured(target).n_layers
