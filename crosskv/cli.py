@@ -65,6 +65,20 @@ def open_model(name: str, host: str) -> tuple[Any, Any]:
     return backends.host(host).open_model(str(places[name]()) if name in places else name)
 
 
+def open_pair(mapper: Any, source: str | None, target: str | None, host: str) -> tuple[Any, Any, Any]:
+    """(source, target, tokenizer) of a mapper: the models named, else those that `crosskv fit` was called with."""
+    from crosskv.live import measured
+
+    known = mapper.provenance.get("models", (None, None))
+    names = [given or kept for given, kept in zip((source, target), known, strict=True)]
+    if None in names:
+        raise BadInput("This mapper does not say where its models are; name them with --source and --target.")
+    (one, tokenizer), (other, theirs) = (open_model(name, host) for name in names)
+    _same_tokenizer(tokenizer, theirs)
+    mapper.check_models(measured(one), measured(other))
+    return one, other, tokenizer
+
+
 @app.command()
 def fit(
     source: Annotated[str, typer.Argument(help=MODEL)],
@@ -103,6 +117,7 @@ def fit(
     started = time.perf_counter()
     checkpoint = directory.parent / f"{directory.name}.partial"
     mapper = crosskv.fit(one, other, texts, tokenizer, config, checkpoint=checkpoint, resume=resume)
+    mapper.provenance["models"] = [source, target]
     path = mapper.save(directory)
     for file in checkpoint.iterdir():
         file.unlink()
