@@ -65,14 +65,19 @@ def open_model(name: str, host: str) -> tuple[Any, Any]:
     return backends.host(host).open_model(str(places[name]()) if name in places else name)
 
 
-def open_pair(mapper: Any, source: str | None, target: str | None, host: str) -> tuple[Any, Any, Any]:
-    """(source, target, tokenizer) of a mapper: the models named, else those that `crosskv fit` was called with."""
-    from crosskv.live import measured
-
+def _named(mapper: Any, source: str | None, target: str | None) -> list[str]:
     known = mapper.provenance.get("models", (None, None))
     names = [given or kept for given, kept in zip((source, target), known, strict=True)]
     if None in names:
         raise BadInput("This mapper does not say where its models are; name them with --source and --target.")
+    return names
+
+
+def open_pair(mapper: Any, source: str | None, target: str | None, host: str) -> tuple[Any, Any, Any]:
+    """(source, target, tokenizer) of a mapper: the models named, else those that `crosskv fit` was called with."""
+    from crosskv.live import measured
+
+    names = _named(mapper, source, target)
     (one, tokenizer), (other, theirs) = (open_model(name, host) for name in names)
     _same_tokenizer(tokenizer, theirs)
     mapper.check_models(measured(one), measured(other))
@@ -298,6 +303,112 @@ def _heat(value: float) -> str:
     """A number on a colour from red (0) to green (1)."""
     share = min(1.0, max(0.0, value))
     return f"[black on rgb({int(230 - 120 * share)},{int(110 + 110 * share)},110)] {value:.3f} [/]"
+
+
+@app.command("eval")
+def evaluate(
+    what: Annotated[Path, typer.Argument(help="a mapper's directory; with --cache a model: " + MODEL)],
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="comma-separated: nll, needle, multikey, variables, common, dialogue, copying, "
+            "arithmetic; sets in --sets; any task that lm-eval knows"
+        ),
+    ] = "nll,needle,multikey,variables,common,dialogue",
+    directory: Annotated[Path, typer.Option("--out", "-o", help="for the rows; an interrupted run continues")] = Path(
+        "out/eval"
+    ),
+    items: Annotated[int, typer.Option(help="cases of each task")] = 32,
+    hold_back: Annotated[
+        int, typer.Option(help="context tokens that the target reads again, in a second transfer")
+    ] = 32,
+    sinks: Annotated[int, typer.Option(help="first tokens that the target computes itself")] = 1,
+    another: Annotated[Path | None, typer.Option(help="a mapper that does not belong here, as a control")] = None,
+    drift: Annotated[bool, typer.Option(help="instead: the models take turns over a dialogue; needs --back")] = False,
+    back: Annotated[Path | None, typer.Option(help="the mapper from the target to the source")] = None,
+    turns: Annotated[int, typer.Option(help="of a dialogue, with --drift")] = 15,
+    cache: Annotated[
+        str | None, typer.Option(help="instead of a transfer, comma-separated: fp8, int8, int4, int3, int2, xkv")
+    ] = None,
+    ratio: Annotated[str, typer.Option(help="of xkv, comma-separated")] = "8",
+    basis: Annotated[Path | None, typer.Option(help="what `crosskv calibrate` wrote, for xkv")] = None,
+    data: Annotated[
+        list[Path] | None, typer.Option(help="text files for passages and filler instead of the shipped held-out text")
+    ] = None,
+    sets: Annotated[Path | None, typer.Option(help="folder with hellaswag, arc, piqa, ... as plain files")] = None,
+    prefix: Annotated[int, typer.Option(help="context tokens of an nll case")] = 512,
+    chars: Annotated[int, typer.Option(help="characters of a generated document")] = 1600,
+    source: Annotated[str | None, typer.Option(help=MODEL)] = None,
+    target: Annotated[str | None, typer.Option(help=MODEL)] = None,
+    host: Host = "torch",
+    as_json: Json = False,
+) -> None:
+    """Measure what a transfer or a compressed cache keeps of the model's own answers, beside the controls.
+
+    Examples: crosskv eval mappers/S-L
+              crosskv eval mappers/S-L --drift --back mappers/L-S
+              crosskv eval family:L --cache int4,int2,xkv --ratio 8,16 --basis bases/L
+    """
+    import crosskv
+    from crosskv import family
+    from crosskv.evals import drift as drifting
+    from crosskv.evals import retention, suite
+
+    text = "\n\n".join(map(_read, data)) if data else family.text("heldout")
+    file = directory / "cases.jsonl"
+    common = {"host": host, "sinks": sinks, "prefix": prefix, "chars": chars}
+    options: dict[str, Any] = {"text": text, "count": items, "prefix": prefix, "chars": chars, "sets": sets}
+    if cache is not None:
+        model, tokenizer = open_model(str(what), host)
+        arms = suite.caches(model, _listed(cache), [_float(r, "ratio") for r in _listed(ratio)], _basis(basis))
+        known = basis and _sha(basis / "calibrated.json")
+        cases = suite.Cases(file, {"model": str(what), "basis": known, "cache": [a.name for a in arms]} | common)
+        suite.evaluate(arms, tokenizer, _listed(tasks), cases, **options)
+    else:
+        mapper = crosskv.load(what)
+        one, other, tokenizer = open_pair(mapper, source, target, host)
+        setting = {"pair": "->".join(_named(mapper, source, target)), "mapper": _sha(what / "mapper.json")} | common
+        if drift:
+            if back is None:
+                raise BadInput("--drift needs --back, the mapper from the target to the source.")
+            cases = suite.Cases(file, setting | {"back": _sha(back / "mapper.json"), "turns": turns})
+            options = {"count": items, "turns": turns, "chars": chars, "sinks": sinks}
+            drifting.measure(mapper, crosskv.load(back), one, other, tokenizer.encode, text, cases, **options)
+        else:
+            wrong = None if another is None else crosskv.load(another)
+            arms = suite.transfer(mapper, one, other, hold_back, sinks, wrong)
+            known = another and _sha(another / "mapper.json")
+            cases = suite.Cases(file, setting | {"hold_back": hold_back, "another": known})
+            suite.evaluate(arms, tokenizer, _listed(tasks), cases, **options)
+    found = retention.summary(cases.rows)
+    if as_json:
+        print(json.dumps(found))
+        return
+    _show(found)
+    out.print(retention.verdict(found))
+    out.print(f"Cases: {file}. All plots: crosskv report {directory}", style="dim", markup=False)
+
+
+def _listed(text: str) -> list[str]:
+    return [x.strip() for x in text.split(",") if x.strip()]
+
+
+def _float(text: str, name: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise BadInput(f"{name} must be a number, got {text!r}.") from None
+
+
+def _sha(file: Path) -> str:
+    from crosskv.files import sha256
+
+    return sha256(file)[:16]
+
+
+def _show(found: list[dict[str, Any]]) -> None:
+    """The summary of a suite, a table for every setting."""
+    pass
 
 
 @app.command()

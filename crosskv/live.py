@@ -88,11 +88,11 @@ def handoff(
 
 
 def mapped_layers(
-    mapper: Mapper, source: Any, target: Any, prompt: Any, *, source_cache: Any = None, hold_back: int = 1,
-    sinks: int = 1, force: bool = False,
+    mapper: Mapper, source: Any, target: Any, prompt: Any, *, source_cache: Any = None, target_cache: Any = None,
+    hold_back: int = 1, sinks: int = 1, force: bool = False,
 ) -> dict[int, tuple[Array, Array]]:  # fmt: skip
     """The keys and values of `handoff`'s cache, before they are installed."""
-    return _handed(mapper, source, target, prompt, source_cache, None, None, hold_back, sinks, force)[0]
+    return _handed(mapper, source, target, prompt, source_cache, target_cache, None, hold_back, sinks, force)[0]
 
 
 def _handed(

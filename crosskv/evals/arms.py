@@ -20,6 +20,7 @@ transfer is worth its trouble when `mapped` beats `none` and `source`. Gap recov
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ import numpy as np
 from crosskv import backends, live, metrics
 from crosskv.backends import Layers
 from crosskv.backends import numpy as host
-from crosskv.compress import make_cache
+from crosskv.compress import make_cache, nbytes
 from crosskv.errors import BadInput
 from crosskv.mapper import Mapper, Packed
 
@@ -84,10 +85,13 @@ class Contexts:
 
 @dataclass(frozen=True)
 class Start:
-    """What a model continues from: keys and values [B, H, T, D], and context tokens [B, m] that it has to read yet."""
+    """What a model continues from: keys and values [B, H, T, D], and context tokens [B, m] that it has to read yet.
+    nbytes: what a compressed cache held.
+    """
 
     layers: Layers
     rest: np.ndarray
+    nbytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -184,17 +188,30 @@ def transfer_arms(
 
 
 def cache_arms(model: Any, configs: dict[str, Any]) -> list[Arm]:
-    """The model's own cache ("own"), and that cache compressed as each config says and rebuilt: what is asked then is
-    never in the compressed part.
+    """The model's own cache ("own"), that cache compressed as each config says and rebuilt ("fp8" as a config: rounded
+    to 8-bit floats), and none but the first token ("none"). What is asked then is never in the compressed part.
     """
     b = backends.of(model)
 
     def packed(c: Contexts, config: Any) -> Start:
+        nothing = c.ids[:, :0]
+        if config == "fp8":
+            layers = {i: (_fp8(b, k), _fp8(b, v)) for i, (k, v) in c.by(model).items()}
+            return Start(layers, nothing, sum(math.prod(x.shape) for kv in layers.values() for x in kv))
         cache = make_cache(model, config, b.install(model, c.by(model)))
-        return Start(b.read(model, cache), c.ids[:, :0])
+        held = nbytes(model, cache)
+        return Start(b.read(model, cache), nothing, held)
 
-    own = Arm("own", model, lambda c: Start(c.by(model), c.ids[:, :0]), (model,), {})
-    return [own, *(Arm(name, model, partial(packed, config=config), (model,), {}) for name, config in configs.items())]
+    def own(c: Contexts) -> Start:
+        layers = c.by(model)
+        return Start(layers, c.ids[:, :0], sum(k.nbytes + v.nbytes for k, v in layers.values()))
+
+    def none(c: Contexts) -> Start:
+        return Start(_cut(c.by(model), 0, 1), c.ids[:, :0])
+
+    starts: dict[str, Callable[[Contexts], Start]] = {"own": own}
+    starts |= {name: partial(packed, config=config) for name, config in configs.items()} | {"none": none}
+    return [Arm(name, model, start, (model,), {}) for name, start in starts.items()]
 
 
 def continued(arm: Arm, start: Start, tokens: np.ndarray) -> Any:
@@ -275,6 +292,13 @@ def score(
     joined = {arm: [np.concatenate(x) for x in zip(*rows, strict=True)] for arm, rows in found.items()}
     nll, kl, agree = ({arm: three[i] for arm, three in joined.items()} for i in range(3))
     return Scores(nll, kl, agree)
+
+
+def _fp8(b: Any, x: Any) -> Any:
+    """Rounded to the nearest float8 (e4m3: 3 bits of mantissa, smallest step 2^-9, largest 448), in x's own dtype."""
+    a = b.to_numpy(x)
+    step = np.exp2(np.maximum(np.floor(np.log2(np.maximum(np.abs(a), 1e-30))), -6) - 3)
+    return b.cast(b.from_numpy(np.clip(np.rint(a / step) * step, -448, 448).astype(np.float32), like=x), b.dtype_of(x))
 
 
 def _wait(layers: Layers) -> None:

@@ -70,8 +70,13 @@ def row(
     if baseline is not None:
         out["baseline"] = baseline
         out["ratio"] = baseline["value"] / value if value else None
+    return out | stamp()
+
+
+def stamp() -> dict[str, Any]:
+    """Where, when, with what and by which command: the end of every row."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    return out | machine() | {"date": now, "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}
+    return machine() | {"date": now, "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}
 
 
 def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:

@@ -193,6 +193,10 @@ def arithmetic(rng: random.Random) -> Facts:
 
 def dialogue(rng: random.Random) -> Facts:
     """Six facts about four people, told in the turns of a conversation; a later question names person and kind."""
+    return _people(rng, 4, 6)
+
+
+def _people(rng: random.Random, people: int, facts: int) -> Facts:
     kinds = [
         ("lives in {}", "Where does my {} live?", PLACES),
         ("works as a {}", "What does my {} work as?", TRADES),
@@ -200,7 +204,7 @@ def dialogue(rng: random.Random) -> Facts:
         ("wants to eat {}", "What does my {} want to eat?", FOODS),
         ("has the ticket {}", "Which ticket does my {} have?", None),
     ]
-    pairs = rng.sample([(person, kind) for person in rng.sample(PEOPLE, 4) for kind in kinds], 6)
+    pairs = rng.sample([(person, kind) for person in rng.sample(PEOPLE, people) for kind in kinds], facts)
     values = [_code(rng) if pool is None else rng.choice(pool) for _, (_, _, pool) in pairs]
     return Facts(
         [f"My {person} {statement.format(v)}." for (person, (statement, _, _)), v in zip(pairs, values, strict=True)],
@@ -266,6 +270,30 @@ def make(task: str, seed: int, filler: Filler, *, split: Split = "test", chars: 
     context, questions = document(task, seed, filler, split=split, chars=chars)
     question, answer = questions[0]
     return Case(task, seed, context, question, answer)
+
+
+def conversation(
+    seed: int, filler: Filler, turns: int, *, opening: int = 6, chars: int = 1500, split: Split = "test"
+) -> tuple[str, list[tuple[str, str]]]:
+    """A dialogue of many turns: what was said before them, and per turn (what is said and asked, the answer).
+
+    The opening states `opening` facts among filler, in about `chars` characters. Every turn states one new fact and
+    asks for one that was stated before it and never asked for, so that no answer stands in an earlier answer.
+    """
+    if not 1 <= turns <= 40 or not 1 <= opening <= 20:
+        raise BadInput(f"turns must be from 1 to 40 and opening from 1 to 20, got {turns} and {opening}")
+    rng = random.Random(f"{split}/conversation/{seed}")
+    facts = _people(rng, len(PEOPLE), opening + turns)
+    lines = [_turn(x, True) for x in facts.lines]
+    left = max(0, chars - sum(len(x) + 1 for x in lines[:opening]))
+    said = [_turn(x, False) for x in filler.cut(rng, left, len(_turn("", False)) + 1)]
+    context = "\n".join(_scatter(rng, lines[:opening], said))
+    stated, out = list(range(opening)), []
+    for line, fact in zip(lines[opening:], range(opening, opening + turns), strict=True):
+        question, answer = facts.questions[stated.pop(rng.randrange(len(stated)))]
+        stated.append(fact)
+        out.append((f"\n{line}{_ask('dialogue', question)}", f" {answer}"))
+    return context, out
 
 
 def correct(case: Case, continuation: str) -> bool:
