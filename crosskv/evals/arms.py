@@ -132,9 +132,7 @@ def transfer_arms(
     lazy: dict[str, Mapper] = {}
 
     def kept(c: Contexts) -> int:
-        if c.ids.shape[1] < sinks:
-            raise BadInput(f"A context of {c.ids.shape[1]} tokens is too short for {sinks} exact ones.")
-        return max(sinks, c.ids.shape[1] - hold_back)
+        return min(c.ids.shape[1], max(sinks, c.ids.shape[1] - hold_back))
 
     def from_(c: Contexts, layers: Layers) -> Start:
         return Start(layers, c.ids[:, kept(c) :])

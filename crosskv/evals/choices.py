@@ -9,14 +9,15 @@ single ending (LAMBADA) is right if greedy decoding would write that ending.
 from __future__ import annotations
 
 import csv
+import errno
 import importlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from crosskv.errors import BadInput
 
@@ -39,6 +40,17 @@ class Choice:
         """(context, ending) for each ending."""
         contexts = (self.context,) * len(self.endings) if isinstance(self.context, str) else self.context
         return list(zip(contexts, self.endings, strict=True))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One item that is answered in free text: a prompt, and a worked answer that ends with `#### number`."""
+
+    prompt: str
+    answer: str
+
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -188,13 +200,38 @@ def read_boolq(file: Path) -> list[Choice]:
     ]
 
 
+def read_mmlu(folder: Path) -> list[Choice]:
+    """A folder of one CSV file for each subject, asked without examples."""
+    files = sorted(folder.glob("*_test.csv"))
+    if not files:
+        raise FileNotFoundError(errno.ENOENT, "no *_test.csv", str(folder))
+    return [item for file in files for item in _mmlu_subject(file)]
+
+
+def _mmlu_subject(file: Path) -> list[Choice]:
+    subject = file.stem.removesuffix("_test").replace("_", " ")
+    before = f"The following are multiple choice questions (with answers) about {subject}.\n\n"
+    with file.open(encoding="utf-8", newline="") as f:
+        rows = list(csv.DictReader(f))
+    items = []
+    for row in rows:
+        options = "".join(f"\n{letter}. {row[f'choice{i}']}" for i, letter in enumerate("ABCD"))
+        question = f"{before}{row['question'].strip()}{options}\nAnswer:"
+        items.append(Choice(question, (" A", " B", " C", " D"), int(row["answer"])))
+    return items
+
+
+def read_gsm8k(file: Path) -> list[Problem]:
+    return [Problem(f"Question: {r['question']}\nAnswer:", r["answer"]) for r in _records(file)]
+
+
 @dataclass(frozen=True)
-class Source:
+class Source(Generic[Item]):
     """Where a set lies under the evaluation folder, how many items it has, and how it is read."""
 
     file: str
     items: int
-    read: Callable[[Path], list[Choice]]
+    read: Callable[[Path], list[Item]]
 
 
 SETS = {
@@ -206,7 +243,9 @@ SETS = {
     "winogrande": Source("winogrande/winogrande_dev.mc.jsonl", 1_267, read_winogrande),
     "openbookqa": Source("openbookqa/test.tsv", 500, read_openbookqa),
     "boolq": Source("boolq/dev.jsonl", 3_270, read_boolq),
+    "mmlu": Source("mmlu/test", 14_042, read_mmlu),
 }
+PROBLEMS = {"gsm8k": Source("gsm8k/test.jsonl", 1_319, read_gsm8k)}
 
 
 def load(name: str, root: Path, limit: int | None = None) -> list[Choice]:
@@ -215,23 +254,37 @@ def load(name: str, root: Path, limit: int | None = None) -> list[Choice]:
     Evenly, because HellaSwag's first half comes from another source than its second. Raises BadInput for an unknown
     set, a missing or malformed file, and an item count other than the published one.
     """
-    if name not in SETS:
-        raise BadInput(f"the sets are {', '.join(SETS)}; got {name!r}")
-    source = SETS[name]
+    return _load(name, SETS, root, limit)
+
+
+def load_problems(name: str, root: Path, limit: int | None = None) -> list[Problem]:
+    """As `load`, the items of a set that is answered in free text."""
+    return _load(name, PROBLEMS, root, limit)
+
+
+def _load(name: str, sets: Mapping[str, Source[Item]], root: Path, limit: int | None) -> list[Item]:
+    if name not in sets:
+        raise BadInput(f"the sets are {', '.join(sets)}; got {name!r}")
+    source = sets[name]
     file = Path(root) / source.file
     try:
         items = source.read(file)
     except FileNotFoundError as e:
         raise BadInput(f"{name}: {e.filename} is missing; give the folder that holds {source.file}") from None
-    except (KeyError, ValueError, TypeError) as e:
+    except (KeyError, ValueError, TypeError, AttributeError) as e:
         raise BadInput(f"{name}: {file} is not in the expected format ({e})") from e
     if len(items) != source.items:
         raise BadInput(f"{name}: {file} has {len(items)} items, expected {source.items}; fetch it again")
-    if limit is None or limit >= len(items):
-        return items
+    return [items[i] for i in spread(len(items), limit)]
+
+
+def spread(n: int, limit: int | None) -> list[int]:
+    """Which of n items are taken: `limit` of them, evenly spread, or all."""
+    if limit is None or limit >= n:
+        return list(range(n))
     if limit < 1:
         raise BadInput(f"limit must be at least 1, got {limit}")
-    return [items[i * len(items) // limit] for i in range(limit)]
+    return [i * n // limit for i in range(limit)]
 
 
 # ---- scoring --------------------------------------------------------------------------------------------------------
