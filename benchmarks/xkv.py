@@ -231,6 +231,11 @@ def table(found: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _middle(text: str, chars: int = 12_000) -> str:
+    start = max(0, len(text) - chars) // 2
+    return text[start : start + chars]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -263,7 +268,7 @@ def main() -> None:
         files = sorted(a.text.rglob("*.*"))
         cut = len(files) * 9 // 10
         order = np.random.default_rng(0).permutation(len(files))
-        text = [files[i].read_text(errors="ignore")[10_000:22_000] for i in order[:cut]]  # a little of every one
+        text = [_middle(files[i].read_text(errors="ignore")) for i in order[:cut]]  # a little of every one
         scored = "\n\n".join(files[i].read_text(errors="ignore")[:400_000] for i in order[cut:])
     rows.write(a.out, measure(a.model, model.to(a.device), tokenizer, text, scored, a))
     print(table(rows.read(a.out)))

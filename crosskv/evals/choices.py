@@ -245,6 +245,8 @@ SETS = {
     "boolq": Source("boolq/dev.jsonl", 3_270, read_boolq),
     "mmlu": Source("mmlu/test", 14_042, read_mmlu),
 }
+LENGTHS_DIFFER = ("hellaswag", "arc_easy", "arc_challenge", "piqa", "openbookqa")
+"""Sets for which lm-eval also reports acc_norm."""
 PROBLEMS = {"gsm8k": Source("gsm8k/test.jsonl", 1_319, read_gsm8k)}
 
 

@@ -21,7 +21,8 @@ from tqdm import tqdm
 from crosskv import backends, metrics
 from crosskv.compress import IntConfig, XKVConfig
 from crosskv.errors import BadInput
-from crosskv.evals import rows, run, tasks
+from crosskv.evals import choices, rows, run, tasks
+from crosskv.evals.answers import Answers
 from crosskv.evals.arms import ARMS, Arm, Contexts, cache_arms, continued, transfer_arms
 from crosskv.mapper import Mapper
 
@@ -238,5 +239,50 @@ def evaluate(
         measure(arms, items, cases, batch, progress)
 
 
+FLOORS = {"piqa": 0.5, "winogrande": 0.5, "boolq": 0.5, "lambada": 0.0, "gsm8k": 0.0}
+"""Accuracy of guessing, where it is not one in four."""
+SCORES = ("acc_norm", "exact_match,flexible-extract", "exact_match", "acc")
+"""Of lm-eval's metrics, the first of these that a task has is its accuracy here."""
+
+
 def _harnessed(arms: Sequence[Arm], tokenizer: Any, name: str, cases: Cases, count: int, sets: Path | None) -> None:
-    raise NotImplementedError
+    """A task through lm-eval, as a whole: its rows are written when it is done."""
+    from crosskv.evals import harness
+
+    if sum(row["task"].split(":")[0] == name for row in cases.rows) >= count:
+        return
+    found = harness.evaluate(arms, tokenizer, [name], count, sets)
+    for task, by_arm in found.items.items():
+        called = task if task == name else f"{name}:{task}"
+        for several in zip(*by_arm.values(), strict=True):
+            first = several[0]
+            score = next((s for s in SCORES if s in first), None)
+            if score is None:
+                raise BadInput(f"lm-eval's task {task} has no accuracy among its metrics {list(first)}.")
+            if not cases.has(called, first["doc_id"], first["doc_hash"]):
+                right = {label: float(item[score]) for label, item in zip(by_arm, several, strict=True)}
+                floor = FLOORS.get(name, 0.25 if score.startswith("acc") else 0.0)
+                cases.add(called, first["doc_id"], first["doc_hash"], "accuracy", {"arms": right}, score=score,
+                          floor=floor)  # fmt: skip
+
+
+def choice_cases(
+    answers: Answers, name: str, which: Sequence[int], items: Sequence[choices.Choice], cases: Cases
+) -> None:
+    """Of a set in `choices`, the items `which` as rows, without lm-eval: by its prompts, tokens and metrics, so with
+    its numbers (a test holds them equal)."""
+    encode, todo = choices.encoder(answers.tokenizer), []
+    for i in which:
+        asked = choices.requests([items[i]], encode)
+        inputs = hashlib.sha256(json.dumps([[r.tokens, r.n] for r in asked]).encode()).hexdigest()
+        if not cases.has(name, i, inputs):
+            todo.append((i, inputs, [(r.tokens[: -r.n], r.tokens[-r.n :]) for r in asked]))
+    score = "acc_norm" if name in choices.LENGTHS_DIFFER else "acc"
+    known = {a.label: answers.likelihoods(a, [p for _, _, pairs in todo for p in pairs]) for a in answers.arms}
+    taken = {label: iter(x) for label, x in known.items()}
+    for i, inputs, pairs in todo:
+        right = {}
+        for label, found in taken.items():
+            judged = choices.judge([items[i]], [next(found) for _ in pairs])
+            right[label] = float((judged.right_norm if score == "acc_norm" else judged.right)[0])
+        cases.add(name, i, inputs, "accuracy", {"arms": right}, score=score, floor=FLOORS.get(name, 0.25))
