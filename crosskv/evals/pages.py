@@ -59,7 +59,7 @@ def worth(found: Sequence[Row]) -> list[tuple[str, str]]:
             spans = [(_or(r["retention_low"], r["retention"]), _or(r["retention_high"], r["retention"])) for r in shown]
             if shown:
                 body += report.bars(f"{task}: retention (1: own cache)", [r["arm"] for r in shown],
-                                    [r["retention"] for r in shown], spans)  # fmt: skip
+                                    [r["retention"] for r in shown], spans, mark=1)  # fmt: skip
         out.append((f"Retention, {label}", body))
     return out
 
@@ -70,7 +70,7 @@ def drift(cases: Sequence[Row]) -> list[tuple[str, str]]:
     out = []
     for label, group in _by(found, lambda r: f"{words(r['setting'])}, {r['task']}"):
         series = {
-            arm: sorted((r["turn"], r["score"], r["score_low"], r["score_high"]) for r in turns)
+            arm: _sorted([(r["turn"], r["score"], r["score_low"], r["score_high"]) for r in turns])
             for arm, turns in _by(group, lambda r: r["arm"])
         }
         axes = ("turn", f"{group[0]['metric']} (band: 95 %)")
@@ -104,30 +104,44 @@ def _mean(values: Sequence[float]) -> float:
 
 def ratios(rows: Sequence[Row], found: Sequence[Row]) -> list[tuple[str, str]]:
     """How likelihood falls as caches shrink: a plot per claim and setting that has both, one line per method."""
-    points: dict[tuple[str, str], list[tuple[str, report.Point]]] = {}
-    for claim, group in _by(
-        [r for r in rows if "arm" in r["setting"] and "model" in r["setting"]], lambda r: r["claim"]
-    ):
-        for _, same in _by(group, lambda r: json.dumps(r["setting"], sort_keys=True)):
-            measured = {r["metric"]: r for r in same}
-            ratio, what = _ratio(measured)
-            loss = measured.get("nll increase")
-            if loss and ratio:
-                key = f"{claim}: {words(_without(loss['setting'], 'arm'))}", what
-                points.setdefault(key, []).append((loss["setting"]["arm"], (ratio, *_span(loss))))
-    for label, same in _by([r for r in found if r["metric"] == "nll" and r["bytes"]], _place):
-        own = next((r for r in same if r["arm"] == "own"), None)
-        for r in same if own else []:
-            if own and r is not own:
-                point = (own["bytes"] / r["bytes"], *(None if r[k] is None else r[k] - own["score"] for k in
-                         ("score", "score_low", "score_high")))  # fmt: skip
-                points.setdefault((f"case: {label}", "bytes of the own cache / bytes"), []).append((r["arm"], point))
     out = []
-    for (label, what), each in points.items():
-        series = {name: sorted(p for _, p in same) for name, same in _by(each, lambda x: method(x[0]))}
-        plot = report.lines("what fewer bytes cost", series, (what, "NLL increase, nats/token"), True, 0.01)
+    points = _measured_ratios(rows) + _ratios_of_cases(found)
+    for (label, what), each in _by(points, lambda x: x[0]):
+        series = {name: _sorted([p for _, _, p in same]) for name, same in _by(each, lambda x: method(x[1]))}
+        plot = report.lines("what fewer bytes cost", series, (what, "NLL increase, nats/token"), True, 0.01, band=False)
         out.append((f"Ratio against NLL, {label}", plot))
     return out
+
+
+def _measured_ratios(rows: Sequence[Row]) -> list[tuple[tuple[str, str], str, report.Point]]:
+    """((plot, what the ratio is of), arm, (ratio, NLL increase, low, high)) of rows of one setting that have both."""
+    out = []
+    arms = [r for r in rows if {"arm", "model"} <= set(r["setting"]) and r["claim"] != retention.CLAIM]
+    for _, same in _by(arms, lambda r: (r["claim"], json.dumps(r["setting"], sort_keys=True))):
+        measured = {r["metric"]: r for r in same}
+        ratio, what = _ratio(measured)
+        if ratio and (loss := measured.get("nll increase")):
+            label = f"{loss['claim']}: {words(_without(loss['setting'], 'arm'))}"
+            out.append(((label, what), loss["setting"]["arm"], (ratio, *_span(loss))))
+    return out
+
+
+def _ratios_of_cases(found: Sequence[Row]) -> list[tuple[tuple[str, str], str, report.Point]]:
+    """The same from a summary of cases whose arms hold fewer bytes than the own cache."""
+    out = []
+    for label, same in _by([r for r in found if r["metric"] == "nll" and r["bytes"]], _place):
+        own = next((r["bytes"] for r in same if r["arm"] == "own"), None)
+        for r in same if own else []:
+            if r["arm"] != "own":
+                better, low, high = r["better_than"]["own"]
+                loss = (-better, None, None) if low is None else (-better, -high, -low)
+                plot = f"case: {label}", "times fewer bytes than the own cache"
+                out.append((plot, r["arm"], (own / r["bytes"], *loss)))
+    return out
+
+
+def _sorted(points: list[report.Point]) -> list[report.Point]:
+    return sorted(points, key=lambda p: p[0])
 
 
 def _place(row: Row) -> str:
@@ -161,7 +175,7 @@ def latency(rows: Sequence[Row]) -> list[tuple[str, str]]:
     out = []
     for label, group in _by(timed, lambda r: f"{r['claim']}: {words(_without(r['setting'], 'length', 'what', 'arm'))}"):
         series = {
-            what: sorted((r["setting"]["length"], *_span(r)) for r in same)
+            what: _sorted([(r["setting"]["length"], *_span(r)) for r in same])
             for what, same in _by(group, lambda r: str(r["setting"].get("what", r["setting"].get("arm", r["metric"]))))
         }
         if any(len(s) > 1 for s in series.values()):
@@ -197,8 +211,9 @@ def _generic(rows: Sequence[Row]) -> str:
         lines[setting, turn][column] = _value(r)
     head = [k for k in fields if k not in shared] + [f"{m}{', ' * bool(units[m])}{units[m]}" for m in metrics]
     common = words({k: rows[0]["setting"][k] for k in fields if k in shared})
+    many = f"{len(rows)} row{'s' * (len(rows) > 1)}"
     table = report.table(head, list(lines.values()))
-    return f"<details open><summary>{escape(common or 'settings')} ({len(rows)} rows)</summary>{table}</details>"
+    return f"<details open><summary>{escape(common or 'settings')} ({many})</summary>{table}</details>"
 
 
 def _value(row: Row) -> str:
@@ -259,6 +274,8 @@ def words(setting: Row) -> str:
 
 
 def _word(x: Any) -> str:
+    if isinstance(x, float):
+        return f"{x:.6g}"
     return x if isinstance(x, str) else json.dumps(x).replace('"', "")
 
 

@@ -81,9 +81,13 @@ def _image(figure: Any, title: str) -> str:
 
 
 def bars(
-    title: str, labels: Sequence[str], values: Sequence[float], spans: Sequence[tuple[float, float]] | None
+    title: str,
+    labels: Sequence[str],
+    values: Sequence[float],
+    spans: Sequence[tuple[float, float]] | None,
+    mark: float | None = None,
 ) -> str:
-    """Horizontal bars with intervals (low, high), as an <img>."""
+    """Horizontal bars with intervals (low, high), as an <img>; mark: where a dashed line stands."""
     figure, axes = _pyplot().subplots(figsize=(6.5, 0.4 * len(labels) + 1))
     error = None if spans is None else [[v - a for v, (a, _) in zip(values, spans, strict=True)],
                                         [b - v for v, (_, b) in zip(values, spans, strict=True)]]  # fmt: skip
@@ -91,6 +95,8 @@ def bars(
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.axvline(0, color="#1b1f24", lw=0.8)
+    if mark is not None:
+        axes.axvline(mark, color="#59636e", lw=0.8, ls="--")
     axes.set_title(title, loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     return _image(figure, title)
@@ -121,9 +127,10 @@ def lines(
     labels: tuple[str, str],
     log_x: bool = False,
     linear_below: float | None = None,
+    band: bool = True,
 ) -> str:
     """Lines of points (x, y, low, high), low and high may be None, as an <img>; labels of both axes. linear_below: the
-    y axis is logarithmic beyond that size on either side of 0.
+    y axis is logarithmic beyond that size on either side of 0. band: intervals as bands, else as strokes.
     """
     figure, axes = _pyplot().subplots(figsize=(6.5, 3.8))
     for i, (name, points) in enumerate(series.items()):
@@ -131,13 +138,16 @@ def lines(
         low, high = ([p[1] if p[j] is None else p[j] for p in points] for j in (2, 3))
         colour = f"C{i}" if len(series) <= 10 else _pyplot().cm.tab20(i % 20)
         axes.plot(x, y, marker=MARKS[i % len(MARKS)], ms=4, lw=1.4, color=colour, label=name)
-        if low != y or high != y:
+        if band:
             axes.fill_between(x, low, high, color=colour, alpha=0.15, lw=0)
+        else:
+            axes.vlines(x, low, high, color=colour, alpha=0.5, lw=1)
     if log_x:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g}")
     if linear_below is not None:
         axes.set_yscale("symlog", linthresh=linear_below)
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.axhline(0, color="#1b1f24", lw=0.8)
     axes.set_xlabel(labels[0])
     axes.set_ylabel(labels[1])

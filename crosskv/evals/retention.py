@@ -39,9 +39,9 @@ def summary(cases: Sequence[Row], by_turn: bool = False) -> list[Row]:
     """One row per (setting, task, arm), and per turn if asked, in the order of the cases.
 
     Each holds n, score, retention, floor_normalised and gap (None where there is no denominator: see note), each with
-    its _low and _high; better_than {rival: (difference, low, high)}, positive where the arm is better; the medians cold
-    and warm in seconds; bytes per token. Turns of one case are averaged first unless they are asked for: what is drawn
-    is a whole case, since the turns of a conversation depend on one another.
+    its _low and _high; better_than {own, none, source, wrong document: (difference, low, high)}, positive where the arm
+    is better; the medians cold and warm in seconds; bytes per token. Turns of one case are averaged first unless they
+    are asked for: what is drawn is a whole case, since the turns of a conversation depend on one another.
     """
     return [row for group in _groups(cases, by_turn) for row in _arms(group, by_turn)]
 
@@ -147,15 +147,15 @@ def _arm(arm: str, group: list[Row], columns: dict[str, dict[Any, float]], floor
         "n": len(cases),
     }
     for name, statistic in _statistics(first["metric"]).items():
+        found: tuple[Any, ...] = (None, None, None, "")
         if name == "gap" and "none" not in data:
-            found: tuple[Any, ...] = (None, None, None, "no arm 'none'")
+            other = any(split(a)[0] == "none" for a in columns)  # a compressed cache has no such arm, and needs no note
+            found = (*found[:3], "no arm 'none' with the same hold_back in these cases") if other else found
         else:
             found = _interval(statistic, data)
             found = found if found[0] is not None else (*found[:3], WHY[name])
         row |= {name: found[0], f"{name}_low": found[1], f"{name}_high": found[2]}
         notes += [f"{name.replace('_', '-')}: {found[3]}"] if found[3] else []
-    if who["none"] not in (None, "none" + split(arm)[1]):
-        notes.append(f"compared with '{who['none']}'")
     row["better_than"] = _differences(arm, first["metric"], cases, columns)
     for kind in ("cold", "warm"):
         row[kind] = _median((c.get("seconds") or {}).get(arm, {}).get(kind) for c in group)
@@ -164,8 +164,13 @@ def _arm(arm: str, group: list[Row], columns: dict[str, dict[Any, float]], floor
 
 
 def _partner(arm: str, name: str, columns: Any) -> str | None:
-    """The arm of that name with the same options, else without any, else None."""
-    return next((x for x in (name + split(arm)[1], name) if x in columns), None)
+    """The arm of that name to compare with: with the same options, or with the same hold_back, else None: what the
+    target reads again helps it with any cache. The source alone reads everything whatever is held back.
+    """
+    options = split(arm)[1]
+    held = "".join(f", {o}" for o in options.split(", ") if o.startswith("hold_back="))
+    tried = (name + options, name + held, *([name] if name in ("own", "source") else []))
+    return next((x for x in tried if x in columns), None)
 
 
 def _median(values: Any) -> float | None:
@@ -221,7 +226,7 @@ def _interval(statistic: Statistic, data: dict[str, Any]) -> tuple[float | None,
 def _differences(arm: str, metric: str, cases: list[Any], columns: Any) -> dict[str, tuple[Any, Any, Any]]:
     """Against each rival with the same options: mean paired difference and interval; positive: the arm is better."""
     sign, out = -1.0 if metric == "nll" else 1.0, {}
-    for name in RIVALS:
+    for name in ("own", *RIVALS):
         rival = _partner(arm, name, columns)
         if rival and rival != arm:
             both = [k for k in cases if k in columns[rival]]
@@ -242,9 +247,9 @@ def _compared(name: str, difference: tuple[Any, Any, Any]) -> tuple[int, str]:
 
 
 def _sentence(row: Row) -> str:
-    found = {name: _compared(name, d) for name, d in row["better_than"].items()}
+    found = {name: _compared(name, d) for name, d in row["better_than"].items() if name in RIVALS}
     signs = {name: sign for name, (sign, _) in found.items()}
-    words = [found[name][1] if name in found else f"{name} was not measured" for name in RIVALS]
+    words = [found[name][1] if name in found else f"has no {name} of the same hold_back beside it" for name in RIVALS]
     turn = "" if row["turn"] is None else f", turn {row['turn']}"
     extra = "".join(f", {k} {v}" for k, v in row["setting"].items() if k != "pair")
     where = f"{row['setting']['pair']}{extra}, {row['task']}{turn}, {row['arm']} ({row['n']} cases)"
@@ -256,7 +261,7 @@ def _worth(signs: dict[str, int]) -> str:
     if signs.get("source") == -1:
         return "not worth it, the source alone does better"
     if signs.get("none", 0) < 1:
-        return "not shown to be worth it, no better than no context"
+        return "not shown to be worth it, not shown to beat no context"
     if signs.get("wrong document", 1) < 1:
         return "not shown to be worth it, a wrong document does as well"
     if signs.get("source", 0) < 1:
