@@ -1,4 +1,6 @@
-"""The command line: `crosskv demo`, `fit`, `handoff`, `calibrate`, `plan`, `compress`, `inspect`, `fetch`, `doctor`."""
+"""The command line: `crosskv demo`, `fit`, `handoff`, `calibrate`, `plan`, `compress`, `inspect`, `report`, `fetch`,
+`doctor`.
+"""
 
 from __future__ import annotations
 
@@ -269,6 +271,39 @@ def demo(
     rows = show.run_all(hosts, directory, Console(stderr=True) if as_json else out)
     if as_json:
         print(json.dumps(rows))
+
+
+@app.command()
+def report(
+    directory: Annotated[Path, typer.Argument(help="a directory of result rows (.jsonl), or one such file")],
+    page: Annotated[Path | None, typer.Option("--out", "-o", help="the page (report.html beside the rows)")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="print the retention table in Markdown")] = False,
+    as_json: Json = False,
+) -> None:
+    """Turn result rows into one HTML page with tables and plots, measuring nothing.
+
+    Example: crosskv report results --out report.html
+    """
+    from crosskv.evals import pages, retention, rows
+    from crosskv.evals.report import write
+
+    if markdown and as_json:
+        raise typer.BadParameter("give --markdown or --json, not both")
+    read = rows.read(directory)
+    found = retention.summary([r for r in read if r["claim"] == retention.CLAIM])
+    table = pages.markdown(found) if markdown else None
+    path = page or (directory if directory.is_dir() else directory.parent) / "report.html"
+    write(path, pages.build(read, f"crosskv report: {directory.resolve().name}"))
+    if as_json:
+        claims = sorted({str(r["claim"]) for r in read})
+        print(json.dumps({"path": str(path), "rows": len(read), "claims": claims, "retention": found,
+                          "verdict": retention.verdict(found)}))  # fmt: skip
+    elif table is not None:
+        print(table)
+    else:
+        out.print(f"{len(read)} rows in {path}", markup=False, soft_wrap=True)
+        if found:
+            out.print(retention.verdict(found), markup=False, soft_wrap=True)
 
 
 def _number(text: str, kind: type) -> Any:

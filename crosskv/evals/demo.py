@@ -36,7 +36,7 @@ def run_all(hosts: Sequence[str], directory: Path, console: Console) -> list[dic
         sections.append((f"What {source} -> {target} is worth", body))
         found += measured
     rows.write(directory / "rows.jsonl", found)
-    report.write(directory / "report.html", report.page("crosskv demo", sections, rows.machine()))
+    report.write(directory / "report.html", report.page("crosskv demo", sections, report.origin([rows.machine()])))
     console.print(f"Report: {directory / 'report.html'}, rows: {directory / 'rows.jsonl'}")
     return found
 

@@ -92,4 +92,25 @@ def read(path: Path) -> list[dict[str, Any]]:
     files: Sequence[Path] = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     if not files or not all(f.is_file() for f in files):
         raise BadInput(f"{path} holds no result rows (.jsonl); run `crosskv demo` or a script in benchmarks/ first")
-    return [json.loads(line) for f in files for line in f.read_text().splitlines() if line.strip()]
+    return [_parsed(line, f, i) for f in files for i, line in enumerate(_lines(f), 1) if line.strip()]
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as e:
+        raise BadInput(f"{file} cannot be read as UTF-8 text: {e}") from e
+
+
+def _parsed(line: str, file: Path, number: int) -> dict[str, Any]:
+    """The row of a line, or which line of which file is none and why."""
+    try:
+        found = json.loads(line)
+    except ValueError as e:
+        raise BadInput(f"{file}, line {number}: not a JSON object ({e})") from e
+    if not isinstance(found, dict):
+        raise BadInput(f"{file}, line {number}: not a JSON object but {line[:40]!r}")
+    needed = {"claim", "setting"} if found.get("claim") == "case" else {"claim", "setting", "metric", "value"}
+    if not needed <= set(found) or not isinstance(found["setting"], dict):
+        raise BadInput(f"{file}, line {number}: a row needs {', '.join(sorted(needed))}; this one has {sorted(found)}")
+    return found
