@@ -19,7 +19,7 @@ from typing import Any
 import crosskv
 from crosskv import family
 from crosskv.cli import open_model
-from crosskv.evals import choices, drift, retention, suite
+from crosskv.evals import choices, drift, pages, retention, rows, suite
 from crosskv.evals.answers import Answers
 
 RESULTS = Path(__file__).parent.parent / "results" / "retention.jsonl"
@@ -101,7 +101,7 @@ def main() -> None:
     p.add_argument("--table", action="store_true")
     a = p.parse_args()
     if a.table:
-        print(retention.markdown(retention.summary(suite.rows.read(a.out))))
+        print(pages.markdown(retention.summary(rows.read(a.out))))
         return
     for pair in a.pairs:
         pair_rows(pair, a)
