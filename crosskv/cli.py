@@ -442,8 +442,17 @@ def _sha(file: Path) -> str:
 
 
 def _show(found: list[dict[str, Any]]) -> None:
-    """The summary of a suite, a table for every setting."""
-    pass
+    """The summary of a suite, a table for every task."""
+    from crosskv.evals import pages
+
+    for task in dict.fromkeys(row["task"] for row in found):
+        mine = [row for row in found if row["task"] == task]
+        score = "NLL" if mine[0]["metric"] == "nll" else "accuracy"
+        table = Table("arm", score, "retention", "gap recovered", "cold / warm", title=f"{task}, {mine[0]['n']} cases",
+                      title_justify="left")  # fmt: skip
+        for row in mine:
+            table.add_row(row["arm"], *pages.cells(row))
+        out.print(table)
 
 
 @app.command()

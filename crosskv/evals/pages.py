@@ -241,6 +241,11 @@ def _lines(found: Sequence[Row]) -> list[list[Any]]:
     ]  # fmt: skip
 
 
+def cells(row: Row) -> list[str]:
+    """Score, retention, gap recovered and times of one row of a summary, in a few characters each."""
+    return [*(_spanned(row, name) for name in ("score", "retention", "gap")), _times(row)]
+
+
 def _spanned(row: Row, name: str) -> str:
     """0.47 (0.40 to 0.55); nothing where there is no such figure."""
     if row.get(name) is None:
