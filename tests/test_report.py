@@ -78,7 +78,7 @@ def plain(claim: str, setting: dict[str, Any], metric: str, value: float, **more
 def made_up() -> list[dict[str, Any]]:
     """Every kind of row; names with characters that HTML, Markdown and matplotlib would take for their own."""
     found = [case(i, "needle", {"own": 1.0, "mapped": float(i % 2), "none": 0.0, "source": 0.0}) for i in range(6)]
-    found += [case(i, "a <b> $x$ & | task", {"own": 1.0, "mapped $<i>$": i % 2}) for i in range(6)]
+    found += [case(i, "a <b> $\\x$ & | task", {"own": 1.0, "mapped $<i>$": i % 2}) for i in range(6)]
     found += [
         case(i, "chat", {"own": 1.0, "mapped": float(i > t), "none": 0.0, "source": 0.5}, turn=t)
         for i in range(6)
@@ -141,7 +141,7 @@ def test_made_up_rows_make_every_kind_of_plot(directory: Path) -> None:
                     "Ratio against NLL, case: L, host torch, passage", "Latency, retention time: S->L",
                     "retention time: all rows", "<script>alert(1)</script>: all rows"):  # fmt: skip
         assert heading in said
-    for title in ("needle: retention (1: own cache)", "a <b> $x$ & | task: retention (1: own cache)",
+    for title in ("needle: retention (1: own cache)", "a <b> $\\x$ & | task: retention (1: own cache)",
                   "accuracy per turn", "mapped (layer x head)", "raw copy (layer x head)", "what fewer bytes cost",
                   "time against length"):  # fmt: skip
         assert title in shown.titles

@@ -192,7 +192,9 @@ def test_verdicts(scores: dict[str, float], says: str, metric: str) -> None:
 
 
 def test_a_verdict_needs_a_mapped_arm() -> None:
-    assert "no cases of a pair" in retention.verdict(cases({"own": [1, 1], "int4": [1, 1]}, setting={"model": "L"}))
+    for setting, name in (({"model": "L"}, "int4"), ({"pair": "S->L"}, "source"), ({"model": "L"}, "mapped")):
+        rows = cases({"own": [1, 1], name: [1, 1]}, setting=setting)
+        assert retention.verdict(rows) == "There are no cases of a pair with a mapped arm."
 
 
 def test_correlation_is_scipys_and_covers() -> None:
