@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from test_cli import crosskv as command
 
 import crosskv
 from crosskv import backends, family, live, metrics, rope
@@ -186,3 +187,55 @@ def test_a_conversation_never_gives_an_answer_away():
         text += question + answer
     with pytest.raises(BadInput, match="turns must be from 1 to 40"):
         tasks.conversation(1, filler, 0)
+
+
+def test_eval_command(mapper, tmp_path):
+    """Through the public door: rows, table, verdict; a second run measures nothing; lm-eval's sets beside ours."""
+    options = ["eval", mapper, "--tasks", "nll,dialogue", "--items", 3, "--prefix", 64, "--chars", CHARS, "--hold-back",
+               8, "-o", tmp_path]  # fmt: skip
+    done = command(*options)
+    assert done.returncode == 0, done.stderr
+    shown = " ".join(done.stdout.split())
+    assert "nll, 3 cases" in shown and "dialogue, 3 cases" in shown and "family:S->family:M" in shown
+    first = (tmp_path / "cases.jsonl").read_text()
+    found = json.loads(command(*options, "--json").stdout)
+    assert (tmp_path / "cases.jsonl").read_text() == first and len(first.splitlines()) == 6
+    by = {(r["task"], r["arm"]): r for r in found}
+    assert by["nll", "own"]["retention"] == 1
+    assert by["nll", "random"]["score"] > by["nll", "mapped"]["score"]
+    assert command("report", tmp_path).returncode == 0 and (tmp_path / "report.html").stat().st_size > 10_000
+
+
+def test_eval_command_for_caches_and_turns(mapper, tmp_path, family_model):
+    options = ["--items", 2, "--prefix", 300, "--chars", CHARS, "--json"]
+    done = command("eval", "family:S", "--cache", "int2,xkv", "--ratio", "4,6", "--tasks", "nll", "-o", tmp_path / "a",
+                   *options)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = {r["arm"]: r for r in json.loads(done.stdout)}
+    assert list(found) == ["own", "int2", "xkv 4x", "xkv 6x", "none"]
+    assert found["xkv 6x"]["bytes"] < found["xkv 4x"]["bytes"] < found["own"]["bytes"]
+    (source, tokenizer), (target, _) = family_model("S", "torch"), family_model("M", "torch")
+    config = crosskv.MapperConfig(k=4, n_calib_sequences=16, calib_seq_len=128, stride=1)
+    back = crosskv.fit(target, source, family.text("calibration")[:40_000], tokenizer, config, progress=False)
+    back.save(tmp_path / "M-S")
+    done = command("eval", mapper, "--drift", "--back", tmp_path / "M-S", "--turns", 3, "-o", tmp_path / "b", *options)
+    assert done.returncode == 0, done.stderr
+    found = {r["arm"]: r for r in json.loads(done.stdout)}
+    assert list(found) == ["own", "source", "alternating", "back and forth"]
+    rows = [json.loads(x) for x in (tmp_path / "b" / "cases.jsonl").read_text().splitlines()]
+    assert [r["turn"] for r in rows] == [0, 1, 2] * 2 and rows[1]["answers"] == "target"
+    assert all(r["arms"]["alternating"] == r["arms"]["source"] for r in rows if r["turn"] == 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--drift",), "--drift needs --back"),
+        (("--source", "family:M"), "fitted with S as its source"),
+        (("--tasks", "piqa", "--sets", "/nowhere"), "give the folder that holds piqa/valid.jsonl"),
+        (("--tasks", "needle", "--items", "1"), "at least 2 cases"),
+    ],
+)
+def test_eval_says_what_is_wrong(mapper, tmp_path, options, sentence):
+    done = command("eval", mapper, "-o", tmp_path, *options)
+    assert done.returncode == 1 and sentence in done.stderr.splitlines()[-1], done.stderr
