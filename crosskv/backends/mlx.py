@@ -242,7 +242,7 @@ def attention(model: Any, tokens: Any, visit: Visit) -> None:
             visit(layer, q, k, v, lambda keys, values: own(q, keys, values, **kwargs))
         return own(q, k, v, **kwargs)
 
-    mx.fast.scaled_dot_product_attention = visited  # type: ignore[assignment]
+    mx.fast.scaled_dot_product_attention = visited
     try:
         mx.eval(model(mx.array(np.asarray(tokens)), cache=_full_cache(model, None, None)))
     finally:
