@@ -176,11 +176,15 @@ def screen(
         print(json.dumps({"passed": found.passed, "why": found.why, "text": about, **facts}))
     else:
         _print_lines(
-            "attention-output cosine with the own keys and values; errors of the mapped ones; conc.: over 1, they fall "
-            "where attention looks",
+            "Attention-output cosine against the target's own keys and values; errors of the mapped keys (K) and "
+            "values (V); conc. over 1: errors fall where attention looks",
             *found.layer_lines(("mapped", "random")),
         )
-        _print_lines("next tokens against those on the own cache, 95 % intervals; share of the KL", *found.arm_lines())
+        _print_lines(
+            "Next tokens against those on the target's own cache, with 95 % intervals; worst: the share of the KL that "
+            "falls on so many tokens",
+            *found.arm_lines(),
+        )
         out.print(about, *(f"written: {p}" for p in written), sep="\n", style="dim", markup=False, soft_wrap=True)
         out.print(f"{'passed' if found.passed else 'FAILED'}: {found.why}", markup=False, soft_wrap=True)
     if not found.passed:

@@ -43,7 +43,7 @@ from crosskv.evals.arms import Contexts, continued, transfer_arms
 from crosskv.layout import ModelKVSpec
 from crosskv.mapper import Mapper
 
-MIN_COSINE = 0.87
+MIN_COSINE = 0.85
 MAX_KL = 0.3
 ARMS = ("own", "mapped", "random", "raw copy", "wrong document", "none")
 KINDS = ("keys", "values")
@@ -145,20 +145,20 @@ class Screening:
 
     def arm_lines(self) -> tuple[list[str], list[list[str]]]:
         """`arm_table` as text: columns, lines."""
-        columns = ["arm", "cosine", "KL, nats", "top-1", f"in worst {WORST:.0%} of tokens"]
+        columns = ["arm", "cosine", "KL, nats", "top-1", f"worst {WORST:.0%}"]
 
-        def shown(x: dict[str, float] | None) -> str:
-            return "" if x is None else f"{x['value']:.3f} ({x['low']:.3f}-{x['high']:.3f})"
+        def shown(x: dict[str, float]) -> str:
+            return f"{x['value']:.3f} ({x['low']:.3f}-{x['high']:.3f})"
 
-        lines = [[a["arm"], *(shown(a[k]) for k in ("cosine", "kl", "top1")), f"{a['worst_tokens']:.0%}"]
-                 for a in self.arm_table()]  # fmt: skip
+        lines = [[a["arm"], f"{a['cosine']['value']:.3f}" if a["cosine"] else "", shown(a["kl"]), shown(a["top1"]),
+                  f"{a['worst_tokens']:.0%}"] for a in self.arm_table()]  # fmt: skip
         return columns, lines
 
     def layer_lines(self, arms: Sequence[str] = ARMS) -> tuple[list[str], list[list[str]]]:
         """`layer_table` as text: columns, lines. arms: those whose cosine is shown, if it was measured."""
         arms = [a for a in self.cosine if a != "own" and a in arms]
         names = {"relative": "error", "unexplained": "1-R2", "concentration": "conc."}
-        measures = [(f"{name}_{kind}", f"{kind} {word}") for kind in KINDS for name, word in names.items()]
+        measures = [(f"{name}_{kind}", f"{kind[0].upper()} {word}") for kind in KINDS for name, word in names.items()]
         columns = ["layer", *arms, "worst head", *(title for _, title in measures)]
         lines = [[str(x["layer"]), *(f"{x['cosine'][a]:.3f}" for a in arms),
                   f"{x['worst_head']}: {x['worst_cosine']:.3f}", *(f"{x[m]:.3f}" for m, _ in measures)]
