@@ -192,7 +192,9 @@ def screen(
 
 
 def _print_lines(caption: str, columns: list[str], lines: list[list[str]]) -> None:
-    table = Table(*columns, title=caption, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(
+        *columns, title=caption, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
     for line in lines:
         table.add_row(*line)
     out.print(table)
