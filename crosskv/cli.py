@@ -177,7 +177,7 @@ def screen(
     else:
         _print_lines(
             "Attention-output cosine against the target's own keys and values; errors of the mapped keys (K) and "
-            "values (V); conc. over 1: errors fall where attention looks",
+            "values (V); conc over 1: errors fall where attention looks",
             *found.layer_lines(("mapped", "random")),
         )
         _print_lines(

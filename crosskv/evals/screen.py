@@ -157,7 +157,7 @@ class Screening:
     def layer_lines(self, arms: Sequence[str] = ARMS) -> tuple[list[str], list[list[str]]]:
         """`layer_table` as text: columns, lines. arms: those whose cosine is shown, if it was measured."""
         arms = [a for a in self.cosine if a != "own" and a in arms]
-        names = {"relative": "error", "unexplained": "1-R2", "concentration": "conc."}
+        names = {"relative": "err", "unexplained": "1-R2", "concentration": "conc"}
         measures = [(f"{name}_{kind}", f"{kind[0].upper()} {word}") for kind in KINDS for name, word in names.items()]
         columns = ["layer", *arms, "worst head", *(title for _, title in measures)]
         lines = [[str(x["layer"]), *(f"{x['cosine'][a]:.3f}" for a in arms),
