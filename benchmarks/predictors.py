@@ -40,7 +40,11 @@ def points(source: str, target: str) -> list[dict[str, Any]]:
             mapper = crosskv.fit(one, other, family.text("calibration"), tokenizer, config,
                                  checkpoint=Path(directory) / "moments", resume=True, progress=False)  # fmt: skip
             out += measured(mapper, one, other, passages, {"pair": f"{source}->{target}", "k": k})
-            print(*(f"{r['setting']['pair']} k={k} {r['metric']} {r['value']:.3f}" for r in out[-5:]), sep="; ", flush=True)
+            print(
+                *(f"{r['setting']['pair']} k={k} {r['metric']} {r['value']:.3f}" for r in out[-5:]),
+                sep="; ",
+                flush=True,
+            )
     return out
 
 

@@ -1,5 +1,5 @@
-"""The command line: `crosskv demo`, `fit`, `handoff`, `calibrate`, `plan`, `compress`, `inspect`, `report`, `fetch`,
-`doctor`.
+"""The command line: `crosskv demo`, `fit`, `screen`, `handoff`, `eval`, `report`, `calibrate`, `plan`, `compress`,
+`inspect`, `fetch`, `doctor`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -134,6 +135,75 @@ def fit(
         print(json.dumps({"path": str(path), "seconds": seconds, **_summary(mapper)}))
     else:
         out.print(f"{mapper.describe()}\nwritten to {path} in {seconds:.0f} s")
+
+
+@app.command()
+def screen(
+    mapper: Annotated[Path, typer.Argument(help="the directory that `crosskv fit` wrote")],
+    source: Annotated[str | None, typer.Option(help=f"if not as at the fit: {MODEL}")] = None,
+    target: Annotated[str | None, typer.Option(help="as --source")] = None,
+    data: Annotated[
+        list[Path] | None, typer.Option("--data", help="text files that the fit has not seen; repeat for more")
+    ] = None,
+    passages: Annotated[int, typer.Option(help="taken from the text")] = 16,
+    prefix: Annotated[int, typer.Option(help="tokens whose cache is replaced")] = 256,
+    continuation: Annotated[int, typer.Option(help="tokens that look at it")] = 64,
+    min_cosine: Annotated[float | None, typer.Option(help="fail under this mean attention-output cosine")] = None,
+    max_kl: Annotated[float | None, typer.Option(help="fail over this mean KL, in nats")] = None,
+    directory: Annotated[
+        Path | None, typer.Option("--out", "-o", help="for screen.jsonl, screen.png and screen.html")
+    ] = None,
+    host: Host = "torch",
+    as_json: Json = False,
+) -> None:
+    """Say in minutes whether a mapper deserves a full evaluation: attention, layer by layer, and next tokens.
+
+    Exit code 1 when it does not. Example: crosskv screen mappers/S-L
+    """
+    import crosskv
+    from crosskv import family
+    from crosskv.evals import run
+    from crosskv.evals import screen as screening
+
+    opened = crosskv.load(mapper)
+    text = "\n".join(map(_read, data)) if data else family.text("heldout")
+    if min(passages, prefix, continuation) < 1:
+        raise BadInput(f"passages, prefix and continuation must be >= 1, got {passages}, {prefix} and {continuation}.")
+    one, other, tokenizer = open_pair(opened, source, target, host)
+    started = time.perf_counter()
+    ids = run.rows(tokenizer.encode, text, passages, prefix + continuation)
+    found = screening.screen(opened, one, other, ids, prefix, min_cosine=min_cosine, max_kl=max_kl)
+    seconds = time.perf_counter() - started
+    written = [] if directory is None else [str(p) for p in screening.write(found, directory)]
+    read = ", ".join(map(str, data)) if data else "the shipped held-out text"
+    about = f"{passages} passages of {prefix} + {continuation} tokens of {read}, {seconds:.0f} s"
+    if as_json:
+        facts = {"arms": found.arm_table(), "layers": found.layer_table(), "seconds": seconds, "files": written}
+        print(json.dumps({"passed": found.passed, "why": found.why, "text": about, **facts}))
+    else:
+        _print_lines(
+            "Attention-output cosine against the target's own keys and values; errors of the mapped keys (K) and "
+            "values (V); conc over 1: errors fall where attention looks",
+            *found.layer_lines(("mapped", "random")),
+        )
+        _print_lines(
+            "Next tokens against those on the target's own cache, with 95 % intervals; worst: the share of the KL that "
+            "falls on so many tokens",
+            *found.arm_lines(),
+        )
+        out.print(about, *(f"written: {p}" for p in written), sep="\n", style="dim", markup=False, soft_wrap=True)
+        out.print(f"{'passed' if found.passed else 'FAILED'}: {found.why}", markup=False, soft_wrap=True)
+    if not found.passed:
+        raise typer.Exit(1)
+
+
+def _print_lines(caption: str, columns: list[str], lines: list[list[str]]) -> None:
+    table = Table(
+        *columns, title=caption, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
+    for line in lines:
+        table.add_row(*line)
+    out.print(table)
 
 
 @app.command()

@@ -25,6 +25,13 @@ Array = Any
 Layers = Mapping[int, tuple[Array, Array]]
 """A cache as plain arrays: {layer: (keys, values)}, each [B, H, T, D], keys post-RoPE as the host stores them."""
 
+Attend = Callable[[Array, Array], Array]
+"""The host's own attention of one layer's queries over keys and values [B, H, T, D], with that layer's mask and scale:
+[B, Hq, T, D]."""
+
+Visit = Callable[[int, Array, Array, Array, Attend], None]
+"""visit(layer, queries [B, Hq, T, D], keys [B, H, T, D], values [B, H, T, D], attend); keys and queries post-RoPE."""
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -210,6 +217,12 @@ class Models(Protocol):
 
     def logits(self, model: Any, tokens: Any, cache: Any = None, mask: Any = None) -> Array:
         """[B, T, vocab] for `tokens` read on top of `cache`, which grows by them as the host does it."""
+        ...
+
+    def attention(self, model: Any, tokens: Any, visit: Visit) -> None:
+        """Run the model once over `tokens`, and call `visit` at every layer's attention; the run itself goes on with
+        the model's own keys and values. BadInput for a model whose attention does not pass where it can be seen once
+        a layer."""
         ...
 
     def tokens(self, model: Any, ids: np.ndarray) -> Array:

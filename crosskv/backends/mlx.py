@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from crosskv.backends import Held, LayerBytes, Layers, NotSaved, Rope
+from crosskv.backends import Held, LayerBytes, Layers, NotSaved, Rope, Visit
 from crosskv.errors import BadInput, MatchedKVError
 
 xp = mx
@@ -229,6 +230,28 @@ def logits(model: Any, tokens: Any, cache: Any = None, mask: Any = None) -> mx.a
     out = model(mx.array(np.asarray(tokens)), cache=cache)
     mx.eval(out)
     return out
+
+
+def attention(model: Any, tokens: Any, visit: Visit) -> None:
+    own, here, seen = mx.fast.scaled_dot_product_attention, threading.get_ident(), 0
+
+    def visited(q: mx.array, k: mx.array, v: mx.array, **kwargs: Any) -> mx.array:
+        nonlocal seen
+        if threading.get_ident() == here:
+            layer, seen = seen, seen + 1
+            visit(layer, q, k, v, lambda keys, values: own(q, keys, values, **kwargs))
+        return own(q, k, v, **kwargs)
+
+    mx.fast.scaled_dot_product_attention = visited
+    try:
+        mx.eval(model(mx.array(np.asarray(tokens)), cache=_full_cache(model, None, None)))
+    finally:
+        mx.fast.scaled_dot_product_attention = own
+    if seen != len(model.layers):
+        raise BadInput(
+            f"{describe(model)['kind']}: attention was seen {seen} times in {len(model.layers)} layers; it does not go "
+            "through mx.fast.scaled_dot_product_attention once a layer."
+        )
 
 
 def tokens(model: Any, ids: np.ndarray) -> mx.array:

@@ -8,15 +8,20 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from crosskv.backends import Held, LayerBytes, Layers, Rope, host_peak
+from crosskv.backends import Held, LayerBytes, Layers, Rope, Visit, host_peak
 from crosskv.errors import BadInput, MatchedKVError
 
 xp = torch
@@ -209,6 +214,79 @@ def logits(model: Any, tokens: Any, cache: Any = None, mask: Any = None) -> torc
         mask = _ids(model, mask)
         kwargs = {"attention_mask": mask, "position_ids": _positions(mask, ids.shape[1])}
     return _forward(model, ids, cache, **kwargs).logits
+
+
+VISITED = "crosskv_visited"
+"""The name under which transformers knows the attention function that calls a visitor."""
+
+
+@dataclass
+class _Run:
+    """One run of `attention`: who is called, the implementation that each configuration names, layers seen so far."""
+
+    visit: Visit
+    names: dict[int, Any]
+    seen: list[int] = field(default_factory=list)
+
+
+_running: ContextVar[_Run] = ContextVar("crosskv_running")
+
+
+def _visited(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+    """An attention function for transformers: the model's own one, after a call of the visitor."""
+    run, home = _running.get(), sys.modules[type(module).__module__]
+    functions = getattr(home, "ALL_ATTENTION_FUNCTIONS", AttentionInterface())
+    own = functions.get_interface(run.names[id(module.config)], getattr(home, "eager_attention_forward", None))
+
+    def attend(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return own(module, query, keys, values, attention_mask, **kwargs)[0].transpose(1, 2)
+
+    run.seen.append(module.layer_idx)
+    run.visit(module.layer_idx, query, key, value, attend)
+    return own(module, query, key, value, attention_mask, **kwargs)
+
+
+def _visited_mask(*args: Any, **kwargs: Any) -> Any:
+    """The mask that the model's own implementation wants."""
+    return AttentionMaskInterface()[_running.get().names[None]](*args, **kwargs)  # type: ignore[index]
+
+
+AttentionInterface.register(VISITED, _visited)
+AttentionMaskInterface.register(VISITED, _visited_mask)
+
+
+def _configs(decoder: Any) -> list[Any]:
+    """The configurations that the decoder and its parts look into, each once."""
+    found = {id(m.config): m.config for m in decoder.modules() if hasattr(m, "config")}
+    return list(found.values())
+
+
+@contextmanager
+def _visiting(decoder: Any, visit: Visit) -> Iterator[_Run]:
+    """While it lasts, the decoder's attention calls `visit`."""
+    configs = _configs(decoder)
+    names: dict[Any, Any] = {id(c): c._attn_implementation for c in configs}
+    run = _Run(visit, names | {None: decoder.config._attn_implementation})
+    token = _running.set(run)
+    try:
+        for c in configs:
+            c._attn_implementation = VISITED
+        yield run
+    finally:
+        for c in configs:
+            c._attn_implementation = names[id(c)]
+        _running.reset(token)
+
+
+def attention(model: Any, tokens: Any, visit: Visit) -> None:
+    decoder, layers = _decoder(model), len(DynamicCache(config=model.config).layers)
+    with torch.no_grad(), _visiting(decoder, visit) as run:
+        decoder(input_ids=_ids(model, tokens), use_cache=False)
+    if run.seen != list(range(layers)):
+        raise BadInput(
+            f"{type(model).__name__}: attention was seen at the layers {run.seen}, not once at each of {layers}; it "
+            "does not go through transformers' AttentionInterface."
+        )
 
 
 def tokens(model: Any, ids: np.ndarray) -> torch.Tensor:

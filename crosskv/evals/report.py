@@ -115,8 +115,8 @@ def heat_figure(title: str, rows: Sequence[str], columns: Sequence[str], values:
     axes.set_yticks(range(len(rows)), rows)
     for i, line in enumerate(values):
         for j, v in enumerate(line):
-            axes.text(j, i, f"{v:.2f}"[1:] if 0 <= v < 1 else f"{v:.1f}", ha="center", va="center", fontsize=7,
-                      color="white" if v < 0.6 else "black")  # fmt: skip
+            shown = f"{v:.2f}".removeprefix("0") if 0 <= v < 1 else f"{v:.1f}"
+            axes.text(j, i, shown, ha="center", va="center", fontsize=7, color="white" if v < 0.6 else "black")
     axes.set_title(title, loc="left", fontsize=11)
     return figure
 
