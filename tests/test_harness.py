@@ -160,6 +160,18 @@ def test_the_own_arm_writes_what_hflm_writes(host, family_model, hflm, text):
         lm.generate_until(asked("generate_until", ("He", {"do_sample": True, "temperature": 1.0})))
 
 
+def test_writing_ends_with_the_first_stop(family_model, monkeypatch):
+    b, forwards = backends.load("torch"), []
+
+    def counted(*arguments, plain=b.logits):
+        forwards.append(arguments)
+        return plain(*arguments)
+
+    monkeypatch.setattr(b, "logits", counted)
+    written = own(family_model).generate_until(asked("generate_until", ("He went home", {"until": " "})))[0]
+    assert len(forwards) <= len(written) + 2 < harness.GENERATED / 4
+
+
 # ---- arms -----------------------------------------------------------------------------------------------------------
 
 
