@@ -135,7 +135,8 @@ def test_what_is_too_long_is_cut_as_hflm_does(family_model, text):
     short = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=2, max_length=64)
     lm = own(family_model, max_length=64)
     pairs = [(text[:400], text[400:420]), (text[:900], text[900:930])]
-    got, want = (m.loglikelihood(asked("loglikelihood", *pairs), disable_tqdm=True) for m in (lm, short))
+    with pytest.warns(UserWarning, match=r"A context of \d+ tokens is cut to its last \d+, which all models can read"):
+        got, want = (m.loglikelihood(asked("loglikelihood", *pairs), disable_tqdm=True) for m in (lm, short))
     close([g for g, _ in got], [w for w, _ in want])
     rolling = asked("loglikelihood_rolling", (text[:700],), (text[700:760],))
     close(lm.loglikelihood_rolling(rolling), short.loglikelihood_rolling(rolling, disable_tqdm=True))
@@ -158,6 +159,18 @@ def test_the_own_arm_writes_what_hflm_writes(host, family_model, hflm, text):
     assert got == want and all(got)
     with pytest.raises(BadInput, match="this task wants samples"):
         lm.generate_until(asked("generate_until", ("He", {"do_sample": True, "temperature": 1.0})))
+
+
+def test_writing_ends_with_the_first_stop(family_model, monkeypatch):
+    b, forwards = backends.load("torch"), []
+
+    def counted(*arguments, plain=b.logits):
+        forwards.append(arguments)
+        return plain(*arguments)
+
+    monkeypatch.setattr(b, "logits", counted)
+    written = own(family_model).generate_until(asked("generate_until", ("He went home", {"until": " "})))[0]
+    assert len(forwards) <= len(written) + 2 < harness.GENERATED / 4
 
 
 # ---- arms -----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ ending are read on top of it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -30,8 +31,8 @@ class Answers:
     a cache.
 
     arms: with labels that differ; tokenizer: the one their models share, of either host. max_length: tokens of the
-    longest sequence, from whose left what is too much is cut, as lm-eval does; None: what all of the models were made
-    for. Raises BadInput for arms that cannot be told apart.
+    longest sequence, from whose left what is too much is cut, with a warning, as lm-eval does; None: what all of the
+    models were made for. Raises BadInput for arms that cannot be told apart.
     """
 
     def __init__(self, arms: Sequence[Arm], tokenizer: Any, max_length: int | None = None):
@@ -78,7 +79,7 @@ class Answers:
         if limit < 1 or room < 1:
             raise BadInput(f"Expected from 1 to {self.max_length - 1} tokens to be written, got {limit}.")
         stops = tuple(until)
-        keys = [(context[-room:], stops, limit) for context in contexts]
+        keys = [(_shortened(context, room), stops, limit) for context in contexts]
         asked = list(dict.fromkeys(context for context, _, _ in keys))
         new = [(context, stops, limit) not in self._texts for context in asked]
         for context, others in _with_others(asked, new, "writing"):
@@ -94,7 +95,7 @@ class Answers:
             raise BadInput(
                 f"A context needs a token, an ending from 1 to {self.max_length}; got {len(context)} and {len(ending)}."
             )
-        return context[-(self.max_length + 1 - len(ending)) :], ending
+        return _shortened(context, self.max_length + 1 - len(ending)), ending
 
     def _scored(self, context: Ids, endings: Sequence[Ids], others: Ids | None) -> dict[str, list[Likelihood]]:
         """Likelihoods of the endings of one context, by the arms' labels."""
@@ -135,6 +136,15 @@ def _ends(model: Any, tokenizer: Any) -> set[int]:
     told = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     given = (tokenizer.eos_token_id, getattr(tokenizer, "eos_token_ids", None), told)
     return {int(t) for g in given if g is not None for t in (g if isinstance(g, list | set | tuple) else [g])}
+
+
+def _shortened(context: Ids, room: int) -> Ids:
+    """The last `room` tokens of a context, and a warning if that is not all of it."""
+    if len(context) > room:
+        warnings.warn(
+            f"A context of {len(context)} tokens is cut to its last {room}, which all models can read.", stacklevel=4
+        )
+    return context[-room:]
 
 
 def _known(context: Ids, others: Ids | None) -> Contexts | None:

@@ -132,7 +132,7 @@ def transfer_arms(
     lazy: dict[str, Mapper] = {}
 
     def kept(c: Contexts) -> int:
-        return min(c.ids.shape[1], max(sinks, c.ids.shape[1] - hold_back))
+        return max(sinks, c.ids.shape[1] - hold_back)
 
     def from_(c: Contexts, layers: Layers) -> Start:
         return Start(layers, c.ids[:, kept(c) :])

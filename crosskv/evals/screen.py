@@ -206,7 +206,7 @@ def write(found: Screening, directory: Path) -> list[Path]:
     verdict = f"{'passed' if found.passed else 'FAILED'}: {found.why}"
     sections = [("Verdict", report.text(verdict)), ("Arms", report.table(*found.arm_lines())),
                 ("Layers", report.table(*found.layer_lines())), ("Heads", maps)]  # fmt: skip
-    report.write(paths[2], report.page("Screening of a mapper", sections, rows.machine()))
+    report.write(paths[2], report.page("Screening of a mapper", sections, report.origin(found.rows())))
     return paths
 
 
