@@ -21,6 +21,7 @@ import crosskv
 from crosskv import backends, family, metrics
 from crosskv.errors import BadInput, MissingExtra
 from crosskv.evals import choices, harness
+from crosskv.evals.answers import wrong_document
 from crosskv.evals.arms import cache_arms, transfer_arms
 from crosskv.evals.harness import Answers, ArmLM
 
@@ -54,7 +55,7 @@ def text(family_model):
 def own(family_model, host="torch", max_length=None):
     """The model's own cache, taken out and installed again."""
     model, tokenizer = family_model("S", host)
-    answers = Answers(cache_arms(model, {}), tokenizer, max_length)
+    answers = Answers(cache_arms(model, {})[:1], tokenizer, max_length)
     return ArmLM(answers, answers.arms[0])
 
 
@@ -200,7 +201,7 @@ def test_a_compressed_cache_is_an_arm(family_model, text):
     """As when the cache of all tokens but the last is packed by hand and continued from."""
     model, tokenizer = family_model("S", "torch")
     config, b = crosskv.IntConfig(bits_keys=2, bits_values=2, tail=0), backends.of(model)
-    answers = Answers(cache_arms(model, {"2 bits": config}), tokenizer)
+    answers = Answers(cache_arms(model, {"2 bits": config})[:2], tokenizer)
     (plain, _), (packed, _) = (
         ArmLM(answers, a).loglikelihood(asked("loglikelihood", (text[:400], " the house")), disable_tqdm=True)[0]
         for a in answers.arms
@@ -259,11 +260,11 @@ def test_without_lm_eval_the_module_says_what_to_install(monkeypatch):
 
 def test_wrong_documents_are_the_others_from_half_a_round_on():
     contexts = [(0, 1, 2, 3), (0, 4), (0,), (5, 6, 7, 8, 9)]
-    assert harness.wrong_document(contexts, 0) == (0, 5, 6, 7)
-    assert harness.wrong_document(contexts, 1) == (0, 5)
-    assert harness.wrong_document(contexts, 3) == (5, 0, 4, 0, 0)
-    assert harness.wrong_document(contexts[:2], 0) == (0, 4, 4, 4)
-    assert harness.wrong_document(contexts[:1], 0) is None
+    assert wrong_document(contexts, 0) == (0, 5, 6, 7)
+    assert wrong_document(contexts, 1) == (0, 5)
+    assert wrong_document(contexts, 3) == (5, 0, 4, 0, 0)
+    assert wrong_document(contexts[:2], 0) == (0, 4, 4, 4)
+    assert wrong_document(contexts[:1], 0) is None
 
 
 def test_arms_that_cannot_be_answered_say_so(mapper, family_model):
