@@ -246,7 +246,7 @@ def work_memory(a: dict[str, Any]) -> dict[str, Any]:
         kv = rng.standard_normal((2, 4, 1, 2, BATCH, 32), dtype=np.float32)
         out = np.einsum("ts,ks...->kt...", mix, kv)
         given, wanted = ({n: (x[0, n], x[1, n]) for n in range(x.shape[1])} for x in (kv, out))
-        rows = transfer.paired_rows(given, wanted, source, target, np.arange(BATCH), True)
+        rows = transfer.paired_rows(given, wanted, source, target, np.arange(BATCH), transfer.MapperConfig())
         stats.add(rows, held=i % transfer.HOLD_OUT == transfer.HOLD_OUT // 2 - 1)
     config = transfer.MapperConfig(k=4, stride=1, ridge_lambda=PENALTY)
     mapper = transfer.solve(stats.flush(), source, target, config)

@@ -99,6 +99,11 @@ def fit(
     length: Annotated[int, typer.Option(help="tokens of a sequence")] = 1024,
     stride: Annotated[int, typer.Option(help="every how many-th token is used")] = 4,
     selection: Annotated[str, typer.Option(help="topk (the paper's) or greedy")] = "topk",
+    features: Annotated[str, typer.Option(help="own: keys from keys, values from values; or both from both")] = "own",
+    exact_layers: Annotated[
+        int, typer.Option(help="the target's first layers, computed by itself and features for the others")
+    ] = 0,
+    latent: Annotated[int | None, typer.Option(help="read all layers off one latent of this size")] = None,
     dtype: Annotated[str, typer.Option(help="of the stored weights: float16, bfloat16 or float32")] = "float16",
     resume: Annotated[bool, typer.Option(help="continue an interrupted fit of the same models and text")] = False,
     host: Host = "torch",
@@ -118,6 +123,9 @@ def fit(
         stride=stride,
         selection=selection,
         dtype=dtype,
+        features=features,
+        exact_layers=exact_layers,
+        latent=latent,
     )
     texts = [_read(file) for file in data]
     (one, tokenizer), (other, theirs) = open_model(source, host), open_model(target, host)

@@ -68,20 +68,22 @@ def handoff(
     mask: Any = None,
     hold_back: int = 1,
     sinks: int = 1,
+    exact_layers: int | None = None,
     force: bool = False,
 ) -> Handoff:
     """Prefill `prompt` in the source, map its cache, and return a cache that the target continues from.
 
     prompt: all token ids so far, [T] or [B, T]; mask [B, T]: 0 for left padding. source_cache: the source's own cache
-    of the first tokens (any number); the source reads only what is missing. target_cache: the target's own cache of
-    the first tokens, kept exactly; only what follows is mapped. Neither is changed. hold_back: the last tokens, which
-    the target reads itself: at least 1, for its first logits. sinks: the first tokens, which the target computes
-    itself: attention sinks do not map, and one token costs nothing. force: use a mapper that was fitted on other
-    models. Raises IncompatibleModels for a mapper of another pair, BadInput for anything wrong with the tokens or
-    caches.
+    of the first tokens (any number); the source reads only what is missing. target_cache: the target's own cache of the
+    first tokens, kept exactly; only what follows is mapped. Neither is changed. hold_back: the last tokens, which the
+    target reads itself: at least 1, for its first logits. sinks: the first tokens, which the target computes itself:
+    attention sinks do not map, and one token costs nothing. exact_layers: the target's first layers, which it computes
+    itself over all tokens, at that share of its prefill's cost; at least (and by default) those that the mapper reads.
+    force: use a mapper that was fitted on other models. Raises IncompatibleModels for a mapper of another pair,
+    BadInput for anything wrong with the tokens or caches.
     """
     layers, ids, mask, n = _handed(
-        mapper, source, target, prompt, source_cache, target_cache, mask, hold_back, sinks, force
+        mapper, source, target, prompt, source_cache, target_cache, mask, hold_back, sinks, exact_layers, force
     )
     b = backends.of(target)
     return Handoff(b.install(target, layers, _upto(mask, n)), b.tokens(target, ids[:, n:]))
@@ -89,15 +91,17 @@ def handoff(
 
 def mapped_layers(
     mapper: Mapper, source: Any, target: Any, prompt: Any, *, source_cache: Any = None, target_cache: Any = None,
-    hold_back: int = 1, sinks: int = 1, force: bool = False,
+    hold_back: int = 1, sinks: int = 1, exact_layers: int | None = None, force: bool = False,
 ) -> dict[int, tuple[Array, Array]]:  # fmt: skip
     """The keys and values of `handoff`'s cache, before they are installed."""
-    return _handed(mapper, source, target, prompt, source_cache, target_cache, None, hold_back, sinks, force)[0]
+    return _handed(
+        mapper, source, target, prompt, source_cache, target_cache, None, hold_back, sinks, exact_layers, force
+    )[0]
 
 
 def _handed(
     mapper: Mapper, source: Any, target: Any, prompt: Any, source_cache: Any, target_cache: Any, mask: Any,
-    hold_back: int, sinks: int, force: bool,
+    hold_back: int, sinks: int, exact_layers: int | None, force: bool,
 ) -> tuple[dict[int, tuple[Array, Array]], np.ndarray, np.ndarray | None, int]:  # fmt: skip
     """(the target's keys and values of the first n tokens, all ids, mask, n)."""
     src, tgt = backends.of(source), backends.of(target)
@@ -110,6 +114,7 @@ def _handed(
         mapper.check_models(*specs)
     for spec, word in zip(specs, ("source", "target"), strict=True):
         check_vocab(ids, spec, word)
+    first = _first_layers(exact_layers, mapper)
     n = total - hold_back
     exact, m = _exact(target, ids[:, :n], mask, target_cache, sinks)
     past = _past(source, source_cache, batch, n, "source_cache")
@@ -124,10 +129,27 @@ def _handed(
     if m < n:
         have = src.capture(source, ids[:, read:n], _upto(mask, n), past) if read < n else past
         part = {i: tuple(_moved(src, tgt, x[:, :, m:n]) for x in kv) for i, kv in have.items()}
-        mapped = map_cache(part, mapper, _positions(mask, n)[..., m:], *specs, unload_after=False)
+        own: dict[int, tuple[Array, Array]] = {}
+        if first:
+            known = {i: kv for i, kv in exact.items() if i < first}
+            own = tgt.capture(target, ids[:, m:n], _upto(mask, n), known, layers=first)
+            own = {i: (k[:, :, m:], v[:, :, m:]) for i, (k, v) in own.items()}
+        mapped = map_cache(part, mapper, _positions(mask, n)[..., m:], *specs, unload_after=False, exact=own) | own
         check_finite(mapped, "mapped")
         layers = {i: _joined(tgt, exact.get(i), kv) for i, kv in mapped.items()}
     return dict(layers), ids, mask, n
+
+
+def _first_layers(given: int | None, mapper: Mapper) -> int:
+    """How many of the target's first layers are computed by itself."""
+    least, most = mapper.config.exact_layers, mapper.target.n_layers
+    if given is None:
+        return least
+    if not least <= given <= most:
+        raise BadInput(
+            f"exact_layers must be from {least} (what this mapper reads) to {most} (all: a prefill), got {given}."
+        )
+    return given
 
 
 def as_ids(tokens: Any) -> np.ndarray:
@@ -344,13 +366,13 @@ def _read(
     if len(at):
         x = {i: (k[:, :, cut], v[:, :, cut]) for i, (k, v) in a.items()}
         y = {i: (_moved(tgt, src, k[:, :, cut]), _moved(tgt, src, v[:, :, cut])) for i, (k, v) in b.items()}
-        rows = paired_rows(x, y, specs[0], specs[1], at, config.content_space)
+        rows = paired_rows(x, y, specs[0], specs[1], at, config)
         if not finite_rows(rows):
             check_finite(a, "source")
             check_finite(b, "target")
         for j in range(len(batch)):
             one = slice(j * len(at), (j + 1) * len(at))
-            stats.add(tuple(r[one] for r in rows), held=(state.done + j) % HOLD_OUT == 1)
+            stats.add(tuple((x[one], y[one]) for x, y in rows), held=(state.done + j) % HOLD_OUT == 1)
     return _State(stats, state.done + len(batch), digest)
 
 
@@ -359,7 +381,8 @@ def _read(
 
 def _fingerprint(specs: Sequence[ModelKVSpec], config: MapperConfig) -> str:
     """What has to be equal for moments to be continued: the models and how rows are made. Not k, nor the penalty."""
-    rows = (config.calib_seq_len, config.stride, config.skip, config.content_space)
+    rows: tuple[Any, ...] = (config.calib_seq_len, config.stride, config.skip, config.content_space)
+    rows += (config.features, config.exact_layers)
     text = json.dumps([*(s.to_json() for s in specs), rows], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -371,7 +394,7 @@ def _save_checkpoint(directory: Path | None, state: _State, fingerprint: str) ->
     tensors: dict[str, np.ndarray] = {}
     about = {}
     for split, pair in (("train", stats.train), ("held", stats.held)):
-        for kind, m in zip(("keys", "values"), pair, strict=False):
+        for kind, m in zip(_parts(pair), pair, strict=True):
             fields = asdict(m)
             about[f"{split}.{kind}"] = {"count": fields.pop("count"), "eps": fields.pop("eps")}
             tensors |= {f"{split}.{kind}.{name}": a for name, a in fields.items()}
@@ -382,6 +405,10 @@ def _save_checkpoint(directory: Path | None, state: _State, fingerprint: str) ->
         (where / "fit.json").write_text(json.dumps(text))
 
     write_directory(directory, "fit.json", write)
+
+
+def _parts(pair: tuple[Moments, ...]) -> tuple[str, ...]:
+    return ("both",) if len(pair) == 1 else ("keys", "values")[: len(pair)]
 
 
 def _open_checkpoint(directory: Path | None, resume: bool, fingerprint: str) -> tuple[Stats, int, str] | None:
@@ -406,7 +433,9 @@ def _open_checkpoint(directory: Path | None, resume: bool, fingerprint: str) -> 
         }
     except (KeyError, TypeError, json.JSONDecodeError) as e:
         raise BadArtifact(f"The checkpoint in {directory} cannot be read ({e}). Remove it and start again.") from e
-    train, held = (tuple(made[f"{s}.{k}"] for k in ("keys", "values") if f"{s}.{k}" in made) for s in ("train", "held"))
+    train, held = (
+        tuple(made[f"{s}.{k}"] for k in ("keys", "values", "both") if f"{s}.{k}" in made) for s in ("train", "held")
+    )
     return Stats(train, held), about["done"], about["digest"]
 
 

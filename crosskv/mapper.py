@@ -24,8 +24,13 @@ from crosskv.files import Tensors, sha256, write_directory, write_tensors
 from crosskv.layout import ModelKVSpec, differs
 from crosskv.ridge import Affine
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, 2)
+"""Format 1 is format 2 without the options that came later; their defaults are what it means."""
 KINDS = ("keys", "values")
+PARTS = ("weight", "scale", "bias")
+LATENT = "latent"
+"""The encoder's name among the tensors."""
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -33,12 +38,18 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 class MapperConfig:
     """How a mapper is fitted. The first seven fields are the seed page's.
 
-    k: source layers per target layer; "all", or "auto" (the fewest within .002 of the best held-out R2).
-    ridge_lambda: ridge penalty, relative to the mean feature variance, or "auto" (the best held-out R2, per layer and
-    kind). n_calib_sequences, calib_seq_len: how much text crosskv.fit reads. stride: every how many-th token becomes
-    a row. content_space: map pre-RoPE keys. dtype: of the stored weights: float16, bfloat16, float32 (or float64).
-    selection: "topk" (the paper's) or "greedy". skip: first tokens of a sequence that are no rows: attention sinks do
-    not follow the rest, and a handoff lets the target compute them itself.
+    k: source layers per target layer; "all", or "auto" (the fewest within .002 of the best held-out R2). ridge_lambda:
+    ridge penalty, relative to the mean feature variance, or "auto" (the best held-out R2, per layer and kind; with a
+    latent per layer and kind of its decoders). n_calib_sequences, calib_seq_len: how much text crosskv.fit reads.
+    stride: every how many-th token becomes a row. content_space: map pre-RoPE keys. dtype: of the stored weights:
+    float16, bfloat16, float32 (or float64). selection: "topk" (the paper's) or "greedy". skip: first tokens of a
+    sequence that are no rows: attention sinks do not follow the rest, and a handoff lets the target compute them
+    itself.
+
+    features: "own", keys from keys and values from values (the paper's), or "both", each from both. exact_layers: the
+    target's first layers, which it computes itself over the whole prompt (of the last one only the keys and values, so
+    that 1 costs a projection of the embeddings); they are features for the other layers. latent: None, or the size of
+    the one latent through which all target layers are read (docs/maths.md, section 4); needs features="both".
     """
 
     k: int | str = 8
@@ -50,6 +61,9 @@ class MapperConfig:
     dtype: str = "float16"
     selection: str = "topk"
     skip: int = 1
+    features: str = "own"
+    exact_layers: int = 0
+    latent: int | None = None
 
     def __post_init__(self) -> None:
         if self.k not in ("all", "auto") and not (_is_int(self.k) and self.k >= 1):  # type: ignore[operator]
@@ -57,13 +71,22 @@ class MapperConfig:
         penalty = self.ridge_lambda
         if penalty != "auto" and not (isinstance(penalty, (int, float)) and 0 <= penalty < float("inf")):
             raise BadInput(f"ridge_lambda must be a number >= 0 or 'auto', got {penalty!r}.")
-        for name, least in (("n_calib_sequences", 2), ("calib_seq_len", 2), ("stride", 1), ("skip", 0)):
+        for name, least in (("n_calib_sequences", 2), ("calib_seq_len", 2), ("stride", 1), ("skip", 0),
+                            ("exact_layers", 0)):  # fmt: skip
             if not (_is_int(getattr(self, name)) and getattr(self, name) >= least):
                 raise BadInput(f"{name} must be an integer >= {least}, got {getattr(self, name)!r}.")
         if self.dtype not in DTYPES:
             raise BadInput(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}.")
         if self.selection not in ("topk", "greedy"):
             raise BadInput(f"selection must be 'topk' or 'greedy', got {self.selection!r}.")
+        if self.features not in ("own", "both"):
+            raise BadInput(f"features must be 'own' or 'both', got {self.features!r}.")
+        if self.latent is not None:
+            if not (_is_int(self.latent) and self.latent >= 1):
+                raise BadInput(f"latent must be a positive integer or None, got {self.latent!r}.")
+            if self.features != "both" or self.selection != "topk":
+                raise BadInput("A latent is shared by keys, values and layers: it needs features='both' and "
+                               "selection='topk'.")  # fmt: skip
 
 
 def _is_int(x: Any) -> bool:
@@ -85,6 +108,11 @@ class Packed:
     @property
     def nbytes(self) -> int:
         return self.weight.nbytes + self.scale.nbytes + self.bias.nbytes
+
+    def unpacked(self) -> tuple[Float[np.ndarray, "P Q"], Float[np.ndarray, " Q"]]:
+        """(weight, bias) in float64, as they are used."""
+        weight = host.to_numpy(self.weight).astype(np.float64) * self.scale[:, None]
+        return weight, self.bias.astype(np.float64)
 
 
 def pack(a: Affine, mean_x: np.ndarray, dtype: str) -> Packed:
@@ -122,7 +150,8 @@ class Mapper:
     """Maps caches of one model to caches of another. Made by crosskv.fit or fit_mapper; save, load, apply.
 
     source, target: the two models' specs. config: how it was fitted. layers: {target layer: LayerMap}.
-    provenance: calibration data, rows, scores. path: where it is saved, None if it never was.
+    provenance: calibration data, rows, scores. path: where it is saved, None if it never was. encoder: from the
+    features to the latent, when there is one.
     """
 
     def __init__(
@@ -134,12 +163,14 @@ class Mapper:
         weights: Mapping[int, Weights],
         provenance: Mapping[str, Any] | None = None,
         path: Path | None = None,
+        encoder: Packed | None = None,
     ):
         self.source, self.target, self.config = source, target, config
         self.layers = dict(layers)
         self.provenance = dict(provenance or {})
         self.path = path
         self._weights = dict(weights)
+        self._encoder = encoder
         self._ready: dict[tuple, tuple[tuple[Array, Array], ...]] = {}
 
     def __repr__(self) -> str:
@@ -150,21 +181,32 @@ class Mapper:
         one = next(iter(self.layers.values()))
         names = (s.identity.get("name") or f"{s.n_layers} layers" for s in (self.source, self.target))
         r2 = [np.mean([getattr(m, f"r2_{k}") for m in self.layers.values()]) for k in KINDS]
+        c = self.config
+        more = f", exact layers {c.exact_layers}" if c.exact_layers else ""
+        more += f", latent {c.latent}" if c.latent else f", {c.features} features" if c.features != "own" else ""
         return (
-            f"{' -> '.join(names)}, k={len(one.sources)}, {self.n_parameters:,} parameters in {self.config.dtype}, "
+            f"{' -> '.join(names)}, k={len(one.sources)}{more}, {self.n_parameters:,} parameters in {c.dtype}, "
             f"held-out R2 keys {r2[0]:.3f} values {r2[1]:.3f}"
         )
 
     @property
     def n_parameters(self) -> int:
-        p, q = self.source.width, self.target.width
-        return sum(2 * (len(m.sources) * p * q + q) for m in self.layers.values())
+        q, r = self.target.width, self.config.latent
+        wide = {t: self.n_features(m) for t, m in self.layers.items()}
+        encoder = r * (max(wide.values()) + 1) if r else 0
+        return encoder + sum(2 * ((r or p) * q + q) for p in wide.values())
+
+    def n_features(self, m: LayerMap) -> int:
+        """Features that the keys of this target layer are computed from: of its source layers and the exact ones."""
+        one = len(m.sources) * self.source.width + self.config.exact_layers * self.target.width
+        return one * (2 if self.config.features == "both" else 1)
 
     @property
     def nbytes(self) -> int:
         """Bytes of weights really held in memory now."""
         ready = (x.nbytes for maps in self._ready.values() for pair in maps for x in pair)
-        return sum(p.nbytes for pair in self._weights.values() for p in pair) + sum(ready)
+        encoder = 0 if self._encoder is None else self._encoder.nbytes
+        return sum(p.nbytes for pair in self._weights.values() for p in pair) + encoder + sum(ready)
 
     # ---- weights in memory ----
 
@@ -173,22 +215,38 @@ class Mapper:
         if target not in self.layers:
             raise BadInput(f"This mapper has target layers {sorted(self.layers)}, not {target}.")
         if target not in self._weights:
-            assert self.path is not None  # unload() drops saved weights only
-            tensors = Tensors(self.path / "mapper.safetensors")
-            self._weights[target] = tuple(  # type: ignore[assignment]
-                Packed(*(tensors[f"{target}.{kind}.{part}"] for part in ("weight", "scale", "bias"))) for kind in KINDS
-            )
+            self._weights[target] = tuple(self._read(f"{target}.{kind}") for kind in KINDS)  # type: ignore[assignment]
         return self._weights[target]
+
+    @property
+    def encoder(self) -> Packed | None:
+        """The stored map from the features to the latent, from memory or from disk; None when there is no latent."""
+        if self.config.latent and self._encoder is None:
+            self._encoder = self._read(LATENT)
+        return self._encoder
+
+    def _read(self, name: str) -> Packed:
+        assert self.path is not None  # unload() drops saved weights only
+        tensors = Tensors(self.path / "mapper.safetensors")
+        return Packed(*(tensors[f"{name}.{part}"] for part in PARTS))
 
     def ready(self, target: int, like: Array, dtype: str) -> tuple[tuple[Array, Array], ...]:
         """((W, b) for keys, (W, b) for values) of one target layer, unpacked to `dtype` beside `like`. Kept until
         unload.
         """
+        return self._unpacked(target, like, dtype)
+
+    def encode(self, x: Array, dtype: str) -> Array:
+        """Features [..., P] to the latent [..., r]."""
+        ((w, b),) = self._unpacked(LATENT, x, dtype)
+        return x @ w + b
+
+    def _unpacked(self, which: int | str, like: Array, dtype: str) -> tuple[tuple[Array, Array], ...]:
         b = backends.of(like)
-        key = (target, b.__name__, str(getattr(like, "device", "")), dtype)  # type: ignore[attr-defined]
+        key = (which, b.__name__, str(getattr(like, "device", "")), dtype)  # type: ignore[attr-defined]
         if key not in self._ready:
-            packed = self.weights(target)
-            scaled = ((b.from_numpy(p.weight, like, dtype), p) for p in packed)
+            packed = (self.encoder,) if isinstance(which, str) else self.weights(which)
+            scaled = ((b.from_numpy(p.weight, like, dtype), p) for p in packed if p is not None)
             self._ready[key] = tuple(
                 (w * b.from_numpy(p.scale, like, dtype)[:, None], b.from_numpy(p.bias, like, dtype)) for w, p in scaled
             )
@@ -199,6 +257,7 @@ class Mapper:
         self._ready = {k: v for k, v in self._ready.items() if target is not None and k[0] != target}
         if self.path is not None:
             self._weights = {k: v for k, v in self._weights.items() if target is not None and k != target}
+            self._encoder = None if target is None else self._encoder
 
     # ---- identity ----
 
@@ -222,8 +281,10 @@ class Mapper:
             f"{t}.{kind}.{part}": getattr(packed, part)
             for t in sorted(self.layers)
             for kind, packed in zip(KINDS, self.weights(t), strict=True)
-            for part in ("weight", "scale", "bias")
+            for part in PARTS
         }
+        if self.encoder is not None:
+            tensors |= {f"{LATENT}.{part}": getattr(self.encoder, part) for part in PARTS}
 
         def write(directory: Path) -> None:
             file = directory / "mapper.safetensors"
@@ -252,9 +313,9 @@ class Mapper:
             raise BadArtifact(
                 f"{path / 'mapper.json'} is not readable JSON ({e}). Copy or fit the mapper again."
             ) from e
-        if about.get("format") != FORMAT:
+        if about.get("format") not in READABLE:
             raise BadArtifact(
-                f"{path} has format {about.get('format')!r}; this crosskv reads {FORMAT}. Update crosskv."
+                f"{path} has format {about.get('format')!r}; this crosskv reads up to {FORMAT}. Update crosskv."
             )
         if about.get("sha256") != _digest(about):
             raise BadArtifact(f"{path / 'mapper.json'} does not match its own checksum: edited. Copy or fit it again.")
@@ -270,6 +331,8 @@ class Mapper:
         lacking = [t for t in layers if f"{t}.values.bias" not in have]
         if lacking:
             raise BadArtifact(f"{path / 'mapper.safetensors'} lacks the target layers {lacking}.")
+        if mapper.config.latent and f"{LATENT}.bias" not in have:
+            raise BadArtifact(f"{path / 'mapper.safetensors'} lacks the encoder of the latent.")
         return mapper
 
     def to_json(self) -> dict[str, Any]:

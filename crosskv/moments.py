@@ -64,6 +64,13 @@ class Moments:
         xx = self.xx[x, x] if isinstance(x, slice) else self.xx[np.ix_(x, x)]
         return Moments(self.count, self.mean_x[x], self.mean_y[y], xx, self.xy[x][:, y], self.yy[y], self.eps)
 
+    def through(self, weight: Float[np.ndarray, "P R"], bias: Float[np.ndarray, " R"]) -> Moments:
+        """The moments of the same rows with features x W + b."""
+        wx = weight.T @ self.xx
+        return Moments(
+            self.count, self.mean_x @ weight + bias, self.mean_y, wx @ weight, weight.T @ self.xy, self.yy, self.eps
+        )
+
     @property
     def nbytes(self) -> int:
         return sum(a.nbytes for a in (self.mean_x, self.mean_y, self.xx, self.xy, self.yy))

@@ -37,6 +37,32 @@ def ridge(m: Moments, penalty: float) -> Affine:
     return Affine(weight, m.mean_y - m.mean_x @ weight)
 
 
+def reduced_rank(m: Moments, penalty: float, rank: int) -> Affine:
+    """x E + e, the `rank` features from which a linear map comes closest to all of y: reduced-rank regression
+    (Izenman 1975), docs/maths.md, section 4. They are uncorrelated, of mean 0 and variance 1 up to the penalty.
+
+    With A = xx + penalty I = C C', the error of x B is |C'B - C^-1 xy|^2 and a constant, so that the best B of rank r
+    keeps the r leading left singular vectors U of C^-1 xy, and E = C'^-1 U.
+    """
+    a = m.xx.copy()
+    a.flat[:: len(a) + 1] += max(penalty, 1e-9) * float(np.trace(m.xx)) / len(a)
+    c = scipy.linalg.cholesky(a, lower=True, check_finite=False)
+    whitened = scipy.linalg.solve_triangular(c, m.xy, lower=True, check_finite=False)
+    u = _leading(whitened, rank)
+    weight = scipy.linalg.solve_triangular(c, u, lower=True, trans=1, check_finite=False) * np.sqrt(m.count)
+    return Affine(weight, -m.mean_x @ weight)
+
+
+def _leading(a: np.ndarray, rank: int) -> np.ndarray:
+    """The leading left singular vectors of `a` [P, Q], from the smaller of its two Gram matrices."""
+    p, q = a.shape
+    rank = min(rank, p, q)
+    gram = a @ a.T if p <= q else a.T @ a
+    _, v = scipy.linalg.eigh(gram, subset_by_index=[len(gram) - rank, len(gram) - 1], check_finite=False)
+    v = v[:, ::-1]
+    return v if p <= q else scipy.linalg.qr(a @ v, mode="economic", check_finite=False)[0]
+
+
 def _penalised(xx: np.ndarray, xy: np.ndarray, shift: float) -> np.ndarray:
     a = xx.copy()
     a.flat[:: len(a) + 1] += shift

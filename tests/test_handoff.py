@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -100,9 +101,57 @@ def test_all_tokens_exact_is_the_target_itself(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", model_hosts())
+def test_capture_of_the_first_layers_computes_no_more(host: str) -> None:
+    model, ids = small(host, layers=5, seed=7), np.random.default_rng(5).integers(0, 128, (2, 30))
+    b = backends.of(model)
+    want = b.capture(model, ids)
+    past = {i: tuple(x[:, :, :11] for x in want[i]) for i in range(2)}
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise AssertionError("a layer too far")
+
+    if host == "torch":
+        model.model.layers[2].forward = broken
+    else:
+        model.layers[2] = broken
+    for got in (b.capture(model, ids, layers=2), b.capture(model, ids[:, 11:], None, past, layers=2)):
+        assert sorted(got) == [0, 1]
+        for i, kv in got.items():
+            for x, y in zip(kv, want[i], strict=True):
+                x, y = b.to_numpy(x), b.to_numpy(y)
+                np.testing.assert_allclose(x, y, atol=8 * 2**-23 * np.abs(y).max())
+    with pytest.raises(AssertionError, match="too far"):
+        b.capture(model, ids, layers=3)
+
+
+@pytest.mark.parametrize("host", model_hosts())
+def test_exact_layers_are_the_targets_own(host: str) -> None:
+    source, target = small(host, layers=3), small(host, layers=5, seed=7)
+    b, ids = backends.of(target), np.random.default_rng(5).integers(0, 128, (1, 30))
+    config = MapperConfig(k="all", n_calib_sequences=40, calib_seq_len=60, stride=1, features="both", exact_layers=2)
+    mapper = _fit(source, target, config)
+    assert sorted(mapper.layers) == [2, 3, 4]
+    own = b.capture(target, ids[:, :-1])
+    known = b.install(target, b.capture(target, ids[:, :7]))
+    for more in ({}, {"target_cache": known}, {"exact_layers": 4}, {"exact_layers": 5}):
+        got = b.read(target, crosskv.handoff(mapper, source, target, ids, **more).cache)
+        same = [
+            float(np.abs(b.to_numpy(x) - b.to_numpy(y)).max()) < 1e-4 * float(np.abs(b.to_numpy(y)).max())
+            for i in range(5) for x, y in [(got[i][1], own[i][1])]
+        ]  # fmt: skip
+        exact = more.get("exact_layers", 2)
+        assert same == [True] * exact + [False] * (5 - exact)
+    h = crosskv.handoff(mapper, source, target, ids, exact_layers=5)
+    assert greedy(target, h.tokens, h.cache, 20) == greedy(target, ids, None, 20)
+    for wrong in (1, 6):
+        with pytest.raises(BadInput, match="exact_layers must be from 2"):
+            crosskv.handoff(mapper, source, target, ids, exact_layers=wrong)
+
+
+@pytest.mark.parametrize("host", model_hosts())
 def test_left_padded_batch_equals_single_prompts(host: str) -> None:
     source, target = small(host, layers=3), small(host, layers=5, seed=7)
-    mapper = _fit(source, target, MapperConfig(k=2, n_calib_sequences=10, calib_seq_len=60))
+    mapper = _fit(source, target, MapperConfig(k=2, n_calib_sequences=10, calib_seq_len=60, exact_layers=1))
     rng = np.random.default_rng(6)
     long, short = rng.integers(0, 128, (1, 20)), rng.integers(0, 128, (1, 13))
     ids = np.concatenate([long, np.pad(short, ((0, 0), (7, 0)))])
@@ -184,9 +233,10 @@ def test_across_hosts() -> None:
     target = twin("llama", source, rope_theta=5e5, rope_scaling=LLAMA3)
     ids = np.random.default_rng(8).integers(0, 128, (1, 40))
     for a, b in ((source, target), (target, source)):
-        mapper = _fit(a, b)
-        h = crosskv.handoff(mapper, a, b, ids)
-        assert greedy(b, h.tokens, h.cache, 16) == greedy(b, ids, None, 16)
+        for config in (CONFIG, replace(CONFIG, features="both", exact_layers=1, stride=1)):
+            mapper = _fit(a, b, config)
+            h = crosskv.handoff(mapper, a, b, ids)
+            assert greedy(b, h.tokens, h.cache, 16) == greedy(b, ids, None, 16)
 
 
 @pytest.mark.parametrize("host", model_hosts())

@@ -190,7 +190,7 @@ def _damage(path: Path, how: str) -> None:
         ("no tensors", "is missing"),
         ("no json", "it has no mapper.json"),
         ("half a json", "not readable JSON"),
-        ("newer", "has format 99; this crosskv reads 1"),
+        ("newer", "has format 99; this crosskv reads up to 2"),
         ("json edited", "does not match its own checksum"),
     ],
 )

@@ -100,3 +100,13 @@ def test_size_does_not_grow_with_rows() -> None:
     many = reduce(operator.add, [one] * 50)
     assert many.count == 500
     assert many.nbytes == one.nbytes
+
+
+def test_through_equals_the_moments_of_mapped_rows() -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((50, 6)) + 3, rng.standard_normal((50, 4))
+    w, b = rng.standard_normal((6, 2)), rng.standard_normal(2)
+    got, want = moments(x, y).through(w, b), moments(x @ w + b, y)
+    for name in ("mean_x", "mean_y", "xx", "xy", "yy"):
+        np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-12, atol=1e-12)
+    assert got.count == 50

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from crosskv import select
 from crosskv.errors import BadInput
 from crosskv.moments import Moments, moments
-from crosskv.ridge import r2, residual, ridge
+from crosskv.ridge import r2, reduced_rank, residual, ridge
 
 
 def _augmented(x: np.ndarray, y: np.ndarray, penalty: float) -> tuple[np.ndarray, np.ndarray]:
@@ -38,6 +38,27 @@ def test_equals_least_squares_on_augmented_rows(p: int, q: int, penalty: float, 
     w, b = _augmented(x, y, penalty)
     np.testing.assert_allclose(got.weight * scale, w * scale, atol=1e-8)
     np.testing.assert_allclose(got.bias, b, atol=1e-8)
+
+
+@pytest.mark.parametrize(("p", "q"), [(9, 6), (6, 9)])
+@pytest.mark.parametrize("penalty", [1e-6, 0.1])
+def test_reduced_rank_is_ridge_projected_on_its_leading_fits(p: int, q: int, penalty: float) -> None:
+    """Izenman: B V V', B the ridge map and V the leading right singular vectors of its fits (on the augmented rows)."""
+    rng = np.random.default_rng(p)
+    x = rng.standard_normal((300, p)) @ rng.standard_normal((p, p)) + 2
+    y = x @ rng.standard_normal((p, q)) + 3 * rng.standard_normal((300, q)) - 1
+    b, _ = _augmented(x, y, penalty)
+    xc = x - x.mean(0)
+    rows = np.concatenate([xc, np.sqrt(penalty * (xc**2).sum() / p) * np.eye(p)])
+    v = np.linalg.svd(rows @ b)[2][:3].T
+    m = moments(x, y)
+    e = reduced_rank(m, penalty, 3)
+    assert scipy.linalg.subspace_angles(e.weight, b @ v).max() < 1e-6
+    assert scipy.linalg.subspace_angles(e.weight, b @ np.linalg.svd(b)[2][:3].T).max() > 1e-3  # V matters
+    z = m.through(e.weight, e.bias)
+    np.testing.assert_allclose(z.mean_x, 0, atol=1e-9)
+    if penalty < 1e-3:
+        np.testing.assert_allclose(z.xx / z.count, np.eye(3), atol=1e-3)
 
 
 def test_penalty_means_the_same_for_any_scale_and_any_number_of_rows() -> None:

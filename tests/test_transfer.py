@@ -165,6 +165,81 @@ def test_a_planted_relation_is_recovered_to_rounding(name: str, dtype: str, sele
     assert error(wrong, want) > 0.1
 
 
+RANK = 6
+
+
+def _mixed(n: int, seed: int) -> tuple[dict, dict]:
+    """Target layers 1 to 3 are made of RANK combinations of all source keys and values and of target layer 0's."""
+    fixed, rng = np.random.default_rng(0), np.random.default_rng(seed)
+    down = fixed.standard_normal((2 * 4 * H * D, RANK)) / 8
+    up = [[fixed.standard_normal((RANK, H * D)) for _ in range(2)] for _ in range(3)]
+    pre = [tuple(rng.standard_normal((H, n, D)) + 1 for _ in range(2)) for _ in range(4)]
+    z = np.concatenate([_rows(pair[side]) for side in (0, 1) for pair in pre], 1) @ down
+    made = [tuple((z @ u + i).reshape(n, H, D).swapaxes(0, 1) for i, u in enumerate(pair)) for pair in up]
+    at = np.arange(n)
+    source = {i: (Planted._rotate(k, SOURCE.ropes[i], at), v) for i, (k, v) in enumerate(pre[:3])}
+    target = {i: (Planted._rotate(k, TARGET.ropes[i], at), v) for i, (k, v) in enumerate([pre[3], *made])}
+    return source, target
+
+
+@pytest.mark.parametrize(("name", "dtype"), [(n, "float32") for n in array_backends()] + FLOAT64)
+def test_keys_and_values_exact_layers_and_a_latent_recover_what_needs_them(
+    name: str, dtype: str, tmp_path: Any
+) -> None:
+    (s, t), (fresh, want) = _mixed(1500, 1), _mixed(100, 2)
+    s, t, given = to(s, name, dtype), to(t, name, dtype), to(fresh, name, dtype)
+    mapped = {i: want[i] for i in (1, 2, 3)}
+
+    def fitted(**options: Any) -> tuple[Any, float]:
+        config = MapperConfig(**{"k": "all", "ridge_lambda": 1e-14, "stride": 1, "dtype": dtype, **options})
+        mapper = fit_mapper(s, t, SOURCE, TARGET, config=config)
+        exact = to({0: want[0]}, name, dtype) if config.exact_layers else None
+        got = transfer_cache(given, mapper, exact=exact)
+        assert sorted(got) == [0, 1, 2, 3]
+        return mapper, error({i: got[i] for i in mapped}, mapped)
+
+    limit = 1e-9 if dtype == "float64" else 1e-3
+    full, worst = fitted(features="both", exact_layers=1)
+    assert worst < limit
+    small, worst = fitted(features="both", exact_layers=1, latent=RANK)
+    assert worst < limit
+    assert small.n_parameters == 128 * RANK + RANK + 6 * (RANK * H * D + H * D)
+    assert full.n_parameters == 6 * (128 * H * D + H * D)
+    for less in ({"latent": RANK - 1}, {"exact_layers": 0}, {"features": "own"}, {"k": 2}):
+        assert fitted(**{"features": "both", "exact_layers": 1, **less})[1] > 0.02
+    small.save(tmp_path / "m")
+    opened = load_mapper(tmp_path / "m")
+    exact = to({0: want[0]}, name, dtype)
+    a, b = (transfer_cache(given, m, exact=exact) for m in (small, opened))
+    assert error(a, {i: tuple(backends.of(x).to_numpy(x) for x in kv) for i, kv in b.items()}) == 0
+    assert opened.nbytes == 0  # every layer is released once it is done, and the encoder
+    with pytest.raises(BadInput, match="first 1 layers: pass exact"):
+        transfer_cache(given, opened)
+    with pytest.raises(BadInput, match="same tokens as the source's cache"):
+        transfer_cache(given, opened, exact={0: tuple(x[:, :9] for x in exact[0])})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"features": "keys"}, "features must be"),
+        ({"exact_layers": -1}, "exact_layers must be"),
+        ({"latent": 4}, "needs features='both'"),
+        ({"latent": 0, "features": "both"}, "latent must be"),
+        ({"latent": 4, "features": "both", "selection": "greedy"}, "selection='topk'"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        MapperConfig(**options)
+
+
+def test_no_layer_left_to_map_is_refused() -> None:
+    s, t = _mixed(1500, 1)
+    with pytest.raises(BadInput, match="none is left to map"):
+        fit_mapper(s, t, SOURCE, TARGET, config=MapperConfig(k=1, exact_layers=4))
+
+
 @pytest.mark.parametrize("name", array_backends())
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_stored_weights_round_and_no_more(name: str, dtype: str) -> None:
@@ -290,9 +365,9 @@ def test_memory_does_not_grow_with_tokens() -> None:
     rng = np.random.default_rng(0)
     stats, held = Stats(), []
     for i in range(48):
-        rows = tuple(rng.standard_normal((1000, 16), dtype=np.float32) for _ in range(4))
-        stats.add(rows, held=i % 10 == 1)
-        waiting = sum(x.nbytes for parts in stats.pending.values() for r in parts for x in r)
+        keys, values = ((rng.standard_normal((1000, 16), dtype=np.float32),) * 2 for _ in range(2))
+        stats.add((keys, values), held=i % 10 == 1)
+        waiting = sum(x.nbytes for parts in stats.pending.values() for r in parts for pair in r for x in pair)
         assert waiting <= 2 * 4 * BLOCK_ROWS * 16 * 4
         if i in (11, 47):
             held.append(sum(m.nbytes for m in stats.copy().flush().train))

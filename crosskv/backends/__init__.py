@@ -203,8 +203,14 @@ class Models(Protocol):
         everything but the rotation of the keys is independent of the position."""
         ...
 
-    def capture(self, model: Any, tokens: Any, mask: Any = None, past: Layers | None = None) -> dict:
-        """Prefill `tokens` after `past` (never changed) and return the whole cache, sliding-window layers in full."""
+    def capture(
+        self, model: Any, tokens: Any, mask: Any = None, past: Layers | None = None, layers: int | None = None
+    ) -> dict:
+        """Prefill `tokens` after `past` (never changed) and return the whole cache, sliding-window layers in full.
+
+        layers: only that many first layers (`past` may hold no others); nothing beyond the last one's keys and values
+        is computed.
+        """
         ...
 
     def install(self, model: Any, layers: Layers, mask: Any = None) -> Any:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
@@ -172,8 +173,8 @@ def _full_cache(model: Any, mask: np.ndarray | None, past: Layers | None) -> lis
 
     padding = _padding(mask)
     caches = [KVCache() if padding is None else BatchKVCache(padding) for _ in model.layers]
-    for i, c in enumerate(caches if past else []):
-        c.update_and_fetch(*past[i])  # type: ignore[index]
+    for i, kv in (past or {}).items():
+        caches[i].update_and_fetch(*kv)
     return caches
 
 
@@ -188,11 +189,30 @@ def _padding(mask: Any) -> list[int] | None:
     return padding.tolist() if padding.any() else None
 
 
-def capture(model: Any, tokens: Any, mask: Any = None, past: Layers | None = None) -> dict:
+class _Enough(Exception):  # noqa: N818 (nothing went wrong)
+    """The layers that were asked for have their keys and values."""
+
+
+def _stopping(cache: Any) -> None:
+    """Let this cache stop the model once it has been given its keys and values."""
+    update = cache.update_and_fetch
+
+    def stop(keys: mx.array, values: mx.array) -> None:
+        update(keys, values)
+        raise _Enough
+
+    cache.update_and_fetch = stop
+
+
+def capture(model: Any, tokens: Any, mask: Any = None, past: Layers | None = None, layers: int | None = None) -> dict:
     caches = _full_cache(model, mask, past)
-    model(mx.array(np.asarray(tokens)), cache=caches)  # lazy: the logits are never computed
-    mx.eval([c.state for c in caches])
-    return {i: c.keys_and_values() for i, c in enumerate(caches)}
+    wanted = caches[:layers]
+    if layers is not None:
+        _stopping(wanted[-1])
+    with suppress(_Enough):
+        model(mx.array(np.asarray(tokens)), cache=caches)  # lazy: the logits are never computed
+    mx.eval([c.state for c in wanted])
+    return {i: c.keys_and_values() for i, c in enumerate(wanted)}
 
 
 def install(model: Any, layers: Layers, mask: Any = None) -> Any:

@@ -10,7 +10,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -172,17 +172,33 @@ def _arrays(cache: Any) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     return {i: (layer.keys, layer.values) for i, layer in enumerate(cache.layers)}
 
 
-def capture(model: Any, tokens: Any, mask: Any = None, past: Layers | None = None) -> dict:
-    from transformers import DynamicCache
+class _Enough(Exception):  # noqa: N818 (nothing went wrong)
+    """The layers that were asked for have their keys and values."""
 
+
+class _Until(DynamicCache):
+    """A cache that stops the model once layer `last` is there."""
+
+    last: int
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if layer_idx == self.last:
+            raise _Enough
+        return out
+
+
+def capture(model: Any, tokens: Any, mask: Any = None, past: Layers | None = None, layers: int | None = None) -> dict:
     ids = _ids(model, tokens)
     # Without a config the cache keeps all tokens of sliding-window layers; the model still masks them.
-    cache = DynamicCache([past[i] for i in sorted(past)] if past else None)
+    cache = _Until([past[i] for i in sorted(past)] if past else None)
+    cache.last = -1 if layers is None else layers - 1
     before = cache.get_seq_length()
     mask = (
         torch.ones(ids.shape[0], before + ids.shape[1], device=ids.device).long() if mask is None else _ids(model, mask)
     )
-    _forward(_decoder(model), ids, cache, attention_mask=mask, position_ids=_positions(mask, ids.shape[1]))
+    with suppress(_Enough):
+        _forward(_decoder(model), ids, cache, attention_mask=mask, position_ids=_positions(mask, ids.shape[1]))
     return _arrays(cache)
 
 

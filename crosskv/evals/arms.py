@@ -14,7 +14,8 @@ many arms and questions share it.
     none            nothing: the exact first tokens and the held-back ones only
     source          the source model alone, on its own cache
 
-In all of them the first `sinks` tokens are the target's own and the last `hold_back` ones are read by the target. A
+In all of them the first `sinks` tokens are the target's own and the last `hold_back` ones are read by the target; the
+target's first layers, where the mapper reads them, are its own in `mapped`, `random`, `raw copy` and `zero`. A
 transfer is worth its trouble when `mapped` beats `none` and `source`. Gap recovered: (none - arm) / (none - own).
 """
 
@@ -161,10 +162,14 @@ def transfer_arms(
     def raw(c: Contexts) -> Start:
         theirs, t = c.by(source), live.measured(target).n_layers
         depth = (len(theirs) - 1) / max(1, t - 1)
-        return filled(c, {i: _moved(src, tgt, theirs[round(i * depth)]) for i in range(t)})
+        copied = {i: _moved(src, tgt, theirs[round(i * depth)]) for i in range(t)}
+        return filled(c, copied | exact(c))
 
     def zero(c: Contexts) -> Start:
-        return filled(c, {i: (k * 0, v * 0) for i, (k, v) in c.by(target).items()})
+        return filled(c, {i: (k * 0, v * 0) for i, (k, v) in c.by(target).items()} | exact(c))
+
+    def exact(c: Contexts) -> dict[int, tuple[Any, Any]]:
+        return {i: c.by(target)[i] for i in range(mapper.config.exact_layers)}
 
     both, options = (source, target), {"hold_back": hold_back} if hold_back else {}
     made: dict[str, tuple[Any, Callable[[Contexts], Start], tuple[Any, ...]]] = {
@@ -312,8 +317,9 @@ def _scrambled(mapper: Mapper, seed: int = 0) -> Mapper:
         deviation = float(np.std(np.asarray(host.to_numpy(p.weight), np.float64)))
         return replace(p, weight=(rng.standard_normal(p.weight.shape) * deviation).astype(np.float32))
 
-    weights = {t: tuple(drawn(p) for p in mapper.weights(t)) for t in mapper.layers}
-    return Mapper(mapper.source, mapper.target, mapper.config, mapper.layers, weights)  # type: ignore[arg-type]
+    weights: Any = {t: tuple(drawn(p) for p in mapper.weights(t)) for t in mapper.layers}
+    encoder = None if mapper.encoder is None else drawn(mapper.encoder)
+    return Mapper(mapper.source, mapper.target, mapper.config, mapper.layers, weights, encoder=encoder)
 
 
 def _cut(layers: Layers, start: int, stop: int | None) -> dict[int, tuple[Any, Any]]:

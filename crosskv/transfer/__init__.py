@@ -2,7 +2,9 @@
 
     K_t = rotate(unrotate(K_s) W_K + b_K)        V_t = V_s W_V + b_V        (paper sec. 3)
 
-with K_s, V_s the k selected source layers side by side. crosskv.fit and crosskv.handoff do the same for live models.
+with K_s, V_s the k selected source layers side by side; and more than the paper when MapperConfig says so: both as
+features for both, the target's own first layers as features, one latent for all. crosskv.fit and crosskv.handoff do the
+same for live models.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from crosskv.errors import BadInput, MatchedKVError
 from crosskv.layout import ModelKVSpec, check_finite, check_layers, to_heads, to_rows, with_batch
 from crosskv.mapper import LayerMap, Mapper, MapperConfig, Packed, Weights, pack
 from crosskv.moments import BLOCK_ROWS, Moments, moments
-from crosskv.ridge import Affine, r2_of_heads, ridge
+from crosskv.ridge import Affine, r2_of_heads, reduced_rank, ridge
 
 __all__ = ["Mapper", "MapperConfig", "MatchedKVError", "ModelKVSpec", "fit_mapper", "load_mapper", "transfer_cache"]
 
@@ -29,8 +31,12 @@ HOLD_OUT = 10
 PENALTIES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 KS = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24)
 
-Rows = tuple[Array, Array, Array, Array]
-"""One row per token, features or outputs in the columns: source keys, source values, target keys, target values."""
+Rows = tuple[tuple[Array, Array], ...]
+"""(features, outputs) of every regression, one row per token: one for keys and one for values, or one for both.
+
+Features: of all source layers, then of the exact target layers; for both, those of keys before those of values.
+Outputs: of the mapped target layers.
+"""
 
 
 # ---- rows ----
@@ -76,19 +82,30 @@ class _Unrotate:
 
 
 def paired_rows(
-    source_kv: Layers, target_kv: Layers, source: ModelKVSpec, target: ModelKVSpec, positions: np.ndarray, content: bool
-) -> Rows:
+    source_kv: Layers, target_kv: Layers, source: ModelKVSpec, target: ModelKVSpec, positions: np.ndarray,
+    config: MapperConfig,
+) -> Rows:  # fmt: skip
     """Rows of caches over the same tokens: [B, H, T, D] per layer to [B * T, all layers' features]."""
-    out: list[Array] = []
-    for kv, spec in ((source_kv, source), (target_kv, target)):
-        kv = local(kv)
-        like = kv[0][0]
-        un = _Unrotate(spec, positions, content, like)
-        pairs = [un.rows(i, kv[i]) for i in range(spec.n_layers)]
-        xp = backends.of(like).xp
-        wide = (xp.concatenate(list(side), -1) for side in zip(*pairs, strict=True))
-        out += [x.reshape(-1, x.shape[-1]) for x in wide]
-    return tuple(out)
+    theirs, own = (
+        [un.rows(i, kv[i]) for i in range(spec.n_layers)]
+        for kv, spec in ((local(source_kv), source), (local(target_kv), target))
+        for un in (_Unrotate(spec, positions, config.content_space, kv[0][0]),)
+    )
+    x, y = theirs + own[: config.exact_layers], own[config.exact_layers :]
+    if config.features == "both":
+        return ((_flat([*_side(x, 0), *_side(x, 1)]), _flat([*_side(y, 0), *_side(y, 1)])),)
+    return tuple((_flat(_side(x, kind)), _flat(_side(y, kind))) for kind in (0, 1))
+
+
+def _side(pairs: Sequence[tuple[Array, Array]], kind: int) -> list[Array]:
+    """The keys (0) or the values (1)."""
+    return [pair[kind] for pair in pairs]
+
+
+def _flat(parts: list[Array]) -> Array:
+    """Side by side, one row per token."""
+    x = backends.of(parts[0]).xp.concatenate(parts, -1)
+    return x.reshape(-1, x.shape[-1])
 
 
 # ---- moments of a pair ----
@@ -96,7 +113,7 @@ def paired_rows(
 
 @dataclass
 class Stats:
-    """The moments of a pair of models so far: (keys, values) of the training rows and of the held-out rows.
+    """The moments of a pair of models so far, one per pair of `Rows`, of the training rows and of the held-out rows.
 
     Rows are gathered until they make a block worth multiplying; flush() takes in what is left.
     """
@@ -107,7 +124,7 @@ class Stats:
 
     def add(self, rows: Rows, held: bool) -> None:
         self.pending[held].append(rows)
-        if sum(r[0].shape[0] for r in self.pending[held]) >= BLOCK_ROWS:
+        if sum(r[0][0].shape[0] for r in self.pending[held]) >= BLOCK_ROWS:
             self._take(held)
 
     def copy(self) -> Stats:
@@ -123,8 +140,7 @@ class Stats:
         parts, self.pending[held] = self.pending[held], []
         if not parts:
             return
-        xk, xv, yk, yv = (list(pieces) for pieces in zip(*parts, strict=True))
-        new = (moments(xk, yk), moments(xv, yv))
+        new = tuple(moments([x for x, _ in blocks], [y for _, y in blocks]) for blocks in zip(*parts, strict=True))
         old = self.held if held else self.train
         total = tuple(a + b for a, b in zip(old, new, strict=True)) if old else new
         if held:
@@ -138,7 +154,7 @@ class Stats:
 
 def finite_rows(rows: Rows) -> bool:
     """Whether sums over all rows are finite: one cheap look that finds any NaN or Inf."""
-    return all(bool(np.isfinite(backends.of(x).to_numpy(x.sum(0))).all()) for x in rows)
+    return all(bool(np.isfinite(backends.of(x).to_numpy(x.sum(0))).all()) for pair in rows for x in pair)
 
 
 # ---- fit ----
@@ -176,7 +192,7 @@ def fit_mapper(
     for i, (row, cut) in enumerate(pieces):
         at = places[row, cut] if places.ndim == 2 else places[cut]
         part = [{n: tuple(x[row : row + 1, :, cut] for x in kv[n]) for n in kv} for kv in (source_kv, target_kv)]
-        rows = paired_rows(part[0], part[1], source_spec, target_spec, at, config.content_space)
+        rows = paired_rows(part[0], part[1], source_spec, target_spec, at, config)
         if not finite_rows(rows):
             check_finite(source_kv, "source")
             check_finite(target_kv, "target")
@@ -234,6 +250,11 @@ def check_pair(source: ModelKVSpec, target: ModelKVSpec, config: MapperConfig) -
         raise BadInput(
             f"k is {config.k}, but the source has only {source.n_layers} layers. Use k='all' or a smaller k."
         )
+    if config.exact_layers >= target.n_layers:
+        raise BadInput(
+            f"exact_layers is {config.exact_layers}, but the target has only {target.n_layers} layers: none is left to "
+            "map."
+        )
 
 
 def solve(
@@ -244,39 +265,42 @@ def solve(
     provenance: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Mapper:
-    """Select source layers and solve all ridges from the moments. Raises BadInput when there were too few rows.
+    """Select source layers and solve everything from the moments. Raises BadInput when there were too few rows.
 
     progress(done, total) is called as target layers are solved.
     """
     rows, held = (m[0].count if m else 0 for m in (stats.train, stats.held))
     sizes = _sizes(source, config)
-    usable = [k for k in sizes if k * source.width < rows]
+    features = {k: _width(k, source, target, config) for k in sizes}
+    usable = [k for k in sizes if features[k] < rows]
     if not usable or not held:
-        need = sizes[0] * source.width + 1
+        need = features[sizes[0]] + 1
         raise BadInput(
             f"Too few rows: {rows} to fit on and {held} held out, for {need - 1} features (k={sizes[0]} layers of "
             f"{source.width}). At least {need} training rows are needed, that is about "
             f"{-(-need * config.stride * HOLD_OUT // (HOLD_OUT - 1))} tokens at stride {config.stride}; "
             "better ten times as many. Or lower k or stride."
         )
-    pairs = stats.pairs()
-    order = select.choose(pairs, source.n_layers, target.n_layers, source.n_kv_heads, max(usable), config.selection)
+    pairs, mapped = stats.pairs(), target.n_layers - config.exact_layers
+    order = _order(pairs, source, target, config, max(usable))
     best = None
     for i, k in enumerate(usable):
         fitted = []
-        for group in _fit_layers(pairs, [o[:k] for o in order], source, target, config):
+        chosen = [o[:k] for o in order]
+        code = _encoder(pairs, chosen[0], source, target, config) if config.latent else None
+        for group in _fit_layers(pairs, chosen, source, target, config, code):
             fitted += group
             if progress is not None:
-                progress(i * target.n_layers + len(fitted), len(usable) * target.n_layers)
+                progress(i * mapped + len(fitted), len(usable) * mapped)
         score = float(np.mean([(m.r2_keys + m.r2_values) / 2 for m, _ in fitted]))
         if best is None or score > best[0] + 0.002:
-            best = (score, k, fitted)
+            best = (score, k, fitted, code)
     assert best is not None
     about = dict(provenance or {}) | {
         "training_rows": rows, "held_out_rows": held, "mean_held_out_r2": best[0], "k": best[1],
     }  # fmt: skip
     layers = {m.target: m for m, _ in sorted(best[2], key=lambda pair: pair[0].target)}
-    return Mapper(source, target, config, layers, {m.target: w for m, w in best[2]}, about)
+    return Mapper(source, target, config, layers, {m.target: w for m, w in best[2]}, about, encoder=best[3])
 
 
 def _sizes(source: ModelKVSpec, config: MapperConfig) -> list[int]:
@@ -285,25 +309,93 @@ def _sizes(source: ModelKVSpec, config: MapperConfig) -> list[int]:
     return [source.n_layers if config.k == "all" else int(config.k)]
 
 
+Pairs = Sequence[tuple[Moments, Moments]]
+"""(training, held-out) moments of every regression."""
+
+
+def _width(k: int, source: ModelKVSpec, target: ModelKVSpec, config: MapperConfig) -> int:
+    """Features of one regression that reads k source layers."""
+    return (k * source.width + config.exact_layers * target.width) * (2 if config.features == "both" else 1)
+
+
+def _order(pairs: Pairs, source: ModelKVSpec, target: ModelKVSpec, config: MapperConfig, k: int) -> list[list[int]]:
+    """The k source layers of each mapped target layer, best first; with a latent the same ones for all."""
+    mapped = target.n_layers - config.exact_layers
+    kinds = pairs
+    if config.features == "both":
+        ((train, held),) = pairs
+        (x, y), width = (len(m) // 2 for m in (train.mean_x, train.mean_y)), source.n_layers * source.width
+        cuts = [(slice(i * x, i * x + width), slice(i * y, (i + 1) * y)) for i in (0, 1)]
+        kinds = [(train.sub(*cut), held.sub(*cut)) for cut in cuts]
+    elif config.exact_layers:
+        cut = slice(0, source.n_layers * source.width), slice(None)
+        kinds = [(train.sub(*cut), held.sub(*cut)) for train, held in pairs]
+    if config.latent:
+        every = select.scores(kinds, source.n_layers, mapped, source.n_kv_heads).mean(0)
+        return [np.argsort(-every, kind="stable")[:k].tolist()] * mapped
+    return select.choose(kinds, source.n_layers, mapped, source.n_kv_heads, k, config.selection)
+
+
+def _encoder(
+    pairs: Pairs, sources: Sequence[int], source: ModelKVSpec, target: ModelKVSpec, config: MapperConfig
+) -> Packed:
+    """The map to the shared latent. Its penalty, if it is to be found, is the one with which a full map has the best
+    R2 on the held-out rows.
+    """
+    ((train, held),) = pairs
+    x = _features(sorted(sources), source, target, config)
+    train, held = train.sub(x, slice(None)), held.sub(x, slice(None))
+    blocks = len(train.mean_y) // target.head_dim
+    penalties = PENALTIES if config.ridge_lambda == "auto" else (float(config.ridge_lambda),)
+    best = (
+        max(penalties, key=lambda p: r2_of_heads(held, ridge(train, p), blocks).mean())
+        if len(penalties) > 1
+        else penalties[0]
+    )
+    return pack(reduced_rank(train, best, int(config.latent or 0)), train.mean_x, config.dtype)
+
+
 def _fit_layers(
-    pairs: Sequence[tuple[Moments, Moments]],
+    pairs: Pairs,
     order: Sequence[Sequence[int]],
     source: ModelKVSpec,
     target: ModelKVSpec,
     config: MapperConfig,
+    code: Packed | None,
 ) -> Iterator[list[tuple[LayerMap, Weights]]]:
-    """Target layers that read the same source layers share one factorisation per kind and penalty."""
+    """Target layers that read the same source layers share one factorisation per regression and penalty."""
+    first, mapped = config.exact_layers, target.n_layers - config.exact_layers
     groups: dict[tuple[int, ...], list[int]] = {}
     for t, ranked in enumerate(order):
         groups.setdefault(tuple(sorted(ranked)), []).append(t)
     for sources, targets in groups.items():
-        x = _columns(sources, source.width, source.n_layers)
-        y = _columns(targets, target.width, target.n_layers)
-        kinds = [_best_affine(train.sub(x, y), held.sub(x, y), len(targets), target, config) for train, held in pairs]
+        x = _features(sources, source, target, config)
+        sides = [[t + kind * mapped for t in targets] for kind in range(3 - len(pairs))]  # both: keys, then values
+        y = _columns([i for side in sides for i in side], target.width, mapped * len(sides))
+        fitted: list[tuple[Packed, float, float]] = []
+        for train, held in pairs:
+            part = train.sub(x, y), held.sub(x, y)
+            if code is not None:
+                weight, bias = code.unpacked()
+                part = part[0].through(weight, bias), part[1].through(weight, bias)
+            fitted += _best_affine(*part, len(targets) * len(sides), target, config)
+        keys, values = fitted[: len(targets)], fitted[len(targets) :]
         yield [
-            (LayerMap(t, sources, tuple(order[t]), kr, vr, kl, vl), (kp, vp))
-            for t, (kp, kr, kl), (vp, vr, vl) in zip(targets, *kinds, strict=True)
+            (LayerMap(t + first, sources, tuple(order[t]), kr, vr, kl, vl), (kp, vp))
+            for t, (kp, kr, kl), (vp, vr, vl) in zip(targets, keys, values, strict=True)
         ]
+
+
+def _features(
+    sources: Sequence[int], source: ModelKVSpec, target: ModelKVSpec, config: MapperConfig
+) -> np.ndarray | slice:
+    """The columns of `Rows`' features that belong to these source layers, and to the exact target layers."""
+    if len(sources) == source.n_layers:
+        return slice(None)  # a view, not a copy
+    own = source.n_layers * source.width + np.arange(config.exact_layers * target.width)
+    one = np.concatenate([_columns(sources, source.width, source.n_layers), own])
+    sides = 2 if config.features == "both" else 1
+    return np.concatenate([one + i * _width(source.n_layers, source, target, config) // sides for i in range(sides)])
 
 
 def _columns(layers: Sequence[int], width: int, total: int) -> np.ndarray | slice:
@@ -315,7 +407,7 @@ def _columns(layers: Sequence[int], width: int, total: int) -> np.ndarray | slic
 def _best_affine(
     train: Moments, held: Moments, layers: int, target: ModelKVSpec, config: MapperConfig
 ) -> list[tuple[Packed, float, float]]:
-    """(map, held-out R2, penalty) for each of the target layers side by side in the outputs."""
+    """(map, held-out R2, penalty) for each of the layers (or layers and kinds) side by side in the outputs."""
     best: dict[int, tuple[Packed, float, float]] = {}
     for penalty in PENALTIES if config.ridge_lambda == "auto" else (float(config.ridge_lambda),):
         a = ridge(train, penalty)
@@ -337,20 +429,23 @@ def load_mapper(path: str | Path) -> Mapper:
 
 
 def transfer_cache(
-    source_kv: Layers, mapper: Mapper, positions: Any = None, unload_after: bool = True
+    source_kv: Layers, mapper: Mapper, positions: Any = None, unload_after: bool = True, exact: Layers | None = None
 ) -> dict[int, tuple[Array, Array]]:
     """The target's cache {layer: (keys, values)} from the source's, of the same rank, dtype, device and framework.
 
     source_kv: [H, N, D] or [B, H, T, D] per layer, post-RoPE; only the layers that the mapper reads are needed.
     positions: of the tokens, [T] or [B, T], default 0 ... T - 1 (say so when the cache does not start at 0).
-    unload_after: release each layer's weights when it is done, if they are on disk.
+    unload_after: release each layer's weights when it is done, if they are on disk. exact: for a mapper with
+    exact_layers, the target's own first layers over the same tokens (crosskv.handoff computes them); they are returned
+    with the others.
     """
-    return map_cache(source_kv, mapper, positions, mapper.source, mapper.target, unload_after)
+    return map_cache(source_kv, mapper, positions, mapper.source, mapper.target, unload_after, exact)
 
 
 def map_cache(
-    source_kv: Layers, mapper: Mapper, positions: Any, source: ModelKVSpec, target: ModelKVSpec, unload_after: bool
-) -> dict[int, tuple[Array, Array]]:
+    source_kv: Layers, mapper: Mapper, positions: Any, source: ModelKVSpec, target: ModelKVSpec, unload_after: bool,
+    exact: Layers | None = None,
+) -> dict[int, tuple[Array, Array]]:  # fmt: skip
     """transfer_cache with the two specs given, for models whose RoPE depends on the length in use."""
     source_kv, batched = with_batch(source_kv)
     used = sorted({s for m in mapper.layers.values() for s in m.sources})
@@ -362,14 +457,37 @@ def map_cache(
     un = _Unrotate(source, places, mapper.config.content_space, like)
     re = _Unrotate(target, places, mapper.config.content_space, like)
     rows = {s: un.rows(s, source_kv[s]) for s in used}  # each source layer is unrotated once
-    out, joined = {}, _Joined(rows)
+    first = _exact(exact, mapper, target, batched, (batch, length))
+    out = {i: _back(kv, given) for i, kv in first.items()}
+    own = [re.rows(i, kv) for i, kv in local(first).items()]
+    joined = _Joined(rows, own, mapper, un.dtype)
     for t, m in sorted(mapper.layers.items()):
         (wk, bk), (wv, bv) = mapper.ready(t, like, un.dtype)
         k, v = joined.of(m.sources)
         out[t] = _back(re.heads(t, k @ wk + bk, v @ wv + bv), given)
         if unload_after:
             mapper.unload(t)
+    if unload_after:
+        mapper.unload()  # the encoder of a latent
     return out if batched else {t: (k[0], v[0]) for t, (k, v) in out.items()}
+
+
+def _exact(
+    exact: Layers | None, mapper: Mapper, target: ModelKVSpec, batched: bool, size: tuple[int, int]
+) -> dict[int, tuple[Array, Array]]:
+    """The target's first layers that the mapper reads, with a batch axis."""
+    need = range(mapper.config.exact_layers)
+    if not need:
+        return {}
+    if exact is None:
+        raise BadInput(
+            f"This mapper reads the target's own first {len(need)} layers: pass exact={{layer: (keys, values)}} of the "
+            "same tokens, or use crosskv.handoff, which computes them."
+        )
+    given, _ = with_batch({i: exact[i] for i in need if i in exact})
+    if check_layers(given, target, "exact target", need) != size:
+        raise BadInput(f"exact must hold the same tokens as the source's cache, {size} (batch, tokens).")
+    return given
 
 
 def _back(kv: tuple[Array, Array], given: Array) -> tuple[Array, Array]:
@@ -381,17 +499,27 @@ def _back(kv: tuple[Array, Array], given: Array) -> tuple[Array, Array]:
 
 
 class _Joined:
-    """The rows of several layers side by side; kept while the next target layer asks for the same ones."""
+    """The features of keys and of values for some source layers; kept while the next target layer asks for the same
+    ones.
+    """
 
-    def __init__(self, rows: Mapping[int, tuple[Array, Array]]):
-        self.rows = rows
+    def __init__(
+        self, rows: Mapping[int, tuple[Array, Array]], own: Sequence[tuple[Array, Array]], mapper: Mapper, dtype: str
+    ):
+        self.rows, self.own, self.mapper, self.dtype = rows, own, mapper, dtype
         self.last: tuple[int, ...] = ()
         self.value: tuple[Array, ...] = ()
 
     def of(self, sources: tuple[int, ...]) -> tuple[Array, Array]:
         if sources != self.last:
             xp = backends.of(self.rows[sources[0]][0]).xp
-            self.value = tuple(xp.concatenate([self.rows[s][i] for s in sources], -1) for i in (0, 1))
+            pairs = [*(self.rows[s] for s in sources), *self.own]
+            if self.mapper.config.features == "both":
+                x = xp.concatenate([*_side(pairs, 0), *_side(pairs, 1)], -1)
+                x = self.mapper.encode(x, self.dtype) if self.mapper.config.latent else x
+                self.value = (x, x)
+            else:
+                self.value = tuple(xp.concatenate(_side(pairs, kind), -1) for kind in (0, 1))
             self.last = sources
         k, v = self.value
         return k, v
