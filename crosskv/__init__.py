@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from crosskv.mapper import Mapper, MapperConfig
     from crosskv.parking import park, resume
     from crosskv.planner import plan
+    from crosskv.polishing import polish
     from crosskv.transfer import load_mapper as load
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Calibrated", "Handoff", "IntConfig", "KVCacheBuilder", "KVCacheConfig", "Mapper", "MapperConfig", "XKVConfig",
-    "__version__", "calibrate", "fit", "handoff", "load", "make_cache", "park", "plan", "resume",
+    "__version__", "calibrate", "fit", "handoff", "load", "make_cache", "park", "plan", "polish", "resume",
 ]  # fmt: skip
 
 _WHERE = {
@@ -40,6 +41,7 @@ _WHERE = {
     "make_cache": ("compress", "make_cache"),
     "park": ("parking", "park"),
     "plan": ("planner", "plan"),
+    "polish": ("polishing", "polish"),
     "resume": ("parking", "resume"),
 }
 

@@ -208,6 +208,12 @@ class Mapper:
         encoder = 0 if self._encoder is None else self._encoder.nbytes
         return sum(p.nbytes for pair in self._weights.values() for p in pair) + encoder + sum(ready)
 
+    def with_provenance(self, more: Mapping[str, Any]) -> Mapper:
+        """The same maps, and something more said about where they come from."""
+        about = {**self.provenance, **more}
+        weights = {t: self.weights(t) for t in self.layers}
+        return Mapper(self.source, self.target, self.config, self.layers, weights, about, encoder=self.encoder)
+
     # ---- weights in memory ----
 
     def weights(self, target: int) -> Weights:

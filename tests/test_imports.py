@@ -20,7 +20,7 @@ LAYERS = [
     {"files", "layout", "moments", "ridge", "rope", "subspace", "quant"},
     {"select", "mapper", "transfer", "store", "metrics"},
     {"live", "latent"},
-    {"calibrated"},
+    {"calibrated", "polishing"},
     {"compress", "planner", "parking"},
     {"family", "evals"},
     {"cli"},

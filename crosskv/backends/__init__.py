@@ -231,6 +231,12 @@ class Models(Protocol):
         a layer."""
         ...
 
+    def value_and_grad(
+        self, f: Callable[[dict[str, Array]], Array], params: dict[str, Array]
+    ) -> tuple[float, dict[str, Array]]:
+        """f(params), a scalar, and its gradients; `logits` and `install` inside f pass them on."""
+        ...
+
     def tokens(self, model: Any, ids: np.ndarray) -> Array:
         """Token ids [B, T] as the host's generate wants them."""
         ...

@@ -252,6 +252,14 @@ def logits(model: Any, tokens: Any, cache: Any = None, mask: Any = None) -> mx.a
     return out
 
 
+def value_and_grad(
+    f: Callable[[dict[str, mx.array]], mx.array], params: dict[str, mx.array]
+) -> tuple[float, dict[str, mx.array]]:
+    value, grads = mx.value_and_grad(f)(params)
+    mx.eval(value, grads)
+    return float(value), grads
+
+
 def attention(model: Any, tokens: Any, visit: Visit) -> None:
     own, here, seen = mx.fast.scaled_dot_product_attention, threading.get_ident(), 0
 

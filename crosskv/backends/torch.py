@@ -148,8 +148,25 @@ def _cache_word(kind: Any) -> str:
     return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
 
 
+_differentiating: ContextVar[bool] = ContextVar("crosskv_differentiating", default=False)
+
+
+def value_and_grad(
+    f: Callable[[dict[str, torch.Tensor]], torch.Tensor], params: dict[str, torch.Tensor]
+) -> tuple[float, dict[str, torch.Tensor]]:
+    leaves = {k: x.detach().requires_grad_() for k, x in params.items()}
+    token = _differentiating.set(True)
+    try:
+        with torch.enable_grad():
+            value = f(leaves)
+            grads = torch.autograd.grad(value, list(leaves.values()))  # of these alone: none for the model's weights
+    finally:
+        _differentiating.reset(token)
+    return float(value.detach()), dict(zip(leaves, grads, strict=True))
+
+
 def _forward(model: Any, tokens: torch.Tensor, cache: Any, **kwargs: Any) -> Any:
-    with torch.no_grad():
+    with torch.set_grad_enabled(_differentiating.get()):
         return model(input_ids=tokens, use_cache=True, **{_cache_word(type(model)): cache}, **kwargs)
 
 

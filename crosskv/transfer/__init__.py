@@ -81,16 +81,29 @@ class _Unrotate:
         return k, v
 
 
+def rows_of(
+    layers: Layers, spec: ModelKVSpec, positions: np.ndarray, config: MapperConfig
+) -> list[tuple[Array, Array]]:
+    """(pre-RoPE keys, values) [B, T, P] of every layer."""
+    layers = local(layers)
+    un = _Unrotate(spec, positions, config.content_space, layers[0][0])
+    return [un.rows(i, layers[i]) for i in sorted(layers)]
+
+
+def heads_of(
+    rows: Mapping[int, tuple[Array, Array]], spec: ModelKVSpec, positions: np.ndarray, config: MapperConfig
+) -> dict[int, tuple[Array, Array]]:
+    """The inverse, layer by layer, where the arrays are."""
+    re = _Unrotate(spec, positions, config.content_space, next(iter(rows.values()))[0])
+    return {i: re.heads(i, k, v) for i, (k, v) in rows.items()}
+
+
 def paired_rows(
     source_kv: Layers, target_kv: Layers, source: ModelKVSpec, target: ModelKVSpec, positions: np.ndarray,
     config: MapperConfig,
 ) -> Rows:  # fmt: skip
     """Rows of caches over the same tokens: [B, H, T, D] per layer to [B * T, all layers' features]."""
-    theirs, own = (
-        [un.rows(i, kv[i]) for i in range(spec.n_layers)]
-        for kv, spec in ((local(source_kv), source), (local(target_kv), target))
-        for un in (_Unrotate(spec, positions, config.content_space, kv[0][0]),)
-    )
+    theirs, own = rows_of(source_kv, source, positions, config), rows_of(target_kv, target, positions, config)
     x, y = theirs + own[: config.exact_layers], own[config.exact_layers :]
     if config.features == "both":
         return ((_flat([*_side(x, 0), *_side(x, 1)]), _flat([*_side(y, 0), *_side(y, 1)])),)
@@ -448,21 +461,12 @@ def map_cache(
 ) -> dict[int, tuple[Array, Array]]:  # fmt: skip
     """transfer_cache with the two specs given, for models whose RoPE depends on the length in use."""
     source_kv, batched = with_batch(source_kv)
-    used = sorted({s for m in mapper.layers.values() for s in m.sources})
-    batch, length = check_layers(source_kv, source, "source", used)
-    places = as_positions(positions, batch, length)
-    given = source_kv[used[0]][0]
-    source_kv = local({s: source_kv[s] for s in used})
-    like = source_kv[used[0]][0]
-    un = _Unrotate(source, places, mapper.config.content_space, like)
+    joined, places, first = _joined(source_kv, mapper, positions, source, target, exact)
+    given, like = source_kv[joined.used[0]][0], joined.like
     re = _Unrotate(target, places, mapper.config.content_space, like)
-    rows = {s: un.rows(s, source_kv[s]) for s in used}  # each source layer is unrotated once
-    first = _exact(exact, mapper, target, batched, (batch, length))
     out = {i: _back(kv, given) for i, kv in first.items()}
-    own = [re.rows(i, kv) for i, kv in local(first).items()]
-    joined = _Joined(rows, own, mapper, un.dtype)
     for t, m in sorted(mapper.layers.items()):
-        (wk, bk), (wv, bv) = mapper.ready(t, like, un.dtype)
+        (wk, bk), (wv, bv) = mapper.ready(t, like, re.dtype)
         k, v = joined.of(m.sources)
         out[t] = _back(re.heads(t, k @ wk + bk, v @ wv + bv), given)
         if unload_after:
@@ -472,8 +476,33 @@ def map_cache(
     return out if batched else {t: (k[0], v[0]) for t, (k, v) in out.items()}
 
 
+def latents_of(
+    source_kv: Layers, mapper: Mapper, positions: Any, source: ModelKVSpec, target: ModelKVSpec, exact: Layers
+) -> Array:
+    """The shared latent [B, T, r] of source caches [B, H, T, D], where and in which framework these are."""
+    joined, _, _ = _joined(source_kv, mapper, positions, source, target, exact)
+    z, _ = joined.of(joined.used)
+    return _back((z, z), source_kv[joined.used[0]][0])[0]
+
+
+def _joined(
+    source_kv: Layers, mapper: Mapper, positions: Any, source: ModelKVSpec, target: ModelKVSpec, exact: Layers | None
+) -> tuple[_Joined, np.ndarray, dict[int, tuple[Array, Array]]]:
+    """(what gives the features, the positions, the target's exact layers that the mapper reads)."""
+    used = tuple(sorted({s for m in mapper.layers.values() for s in m.sources}))
+    batch, length = check_layers(source_kv, source, "source", used)
+    places = as_positions(positions, batch, length)
+    first = _exact(exact, mapper, target, (batch, length))
+    source_kv = local({s: source_kv[s] for s in used})
+    like = source_kv[used[0]][0]
+    un = _Unrotate(source, places, mapper.config.content_space, like)
+    rows = {s: un.rows(s, source_kv[s]) for s in used}  # each source layer is unrotated once
+    own = rows_of(first, target, places, mapper.config) if first else []
+    return _Joined(rows, own, mapper, un.dtype, used, like), places, first
+
+
 def _exact(
-    exact: Layers | None, mapper: Mapper, target: ModelKVSpec, batched: bool, size: tuple[int, int]
+    exact: Layers | None, mapper: Mapper, target: ModelKVSpec, size: tuple[int, int]
 ) -> dict[int, tuple[Array, Array]]:
     """The target's first layers that the mapper reads, with a batch axis."""
     need = range(mapper.config.exact_layers)
@@ -498,17 +527,20 @@ def _back(kv: tuple[Array, Array], given: Array) -> tuple[Array, Array]:
     return k, v
 
 
+@dataclass
 class _Joined:
     """The features of keys and of values for some source layers; kept while the next target layer asks for the same
-    ones.
+    ones. rows: of the source layers `used`; own: of the exact target layers; like: an array where they are.
     """
 
-    def __init__(
-        self, rows: Mapping[int, tuple[Array, Array]], own: Sequence[tuple[Array, Array]], mapper: Mapper, dtype: str
-    ):
-        self.rows, self.own, self.mapper, self.dtype = rows, own, mapper, dtype
-        self.last: tuple[int, ...] = ()
-        self.value: tuple[Array, ...] = ()
+    rows: Mapping[int, tuple[Array, Array]]
+    own: Sequence[tuple[Array, Array]]
+    mapper: Mapper
+    dtype: str
+    used: tuple[int, ...]
+    like: Array
+    last: tuple[int, ...] = ()
+    value: tuple[Array, ...] = ()
 
     def of(self, sources: tuple[int, ...]) -> tuple[Array, Array]:
         if sources != self.last:
