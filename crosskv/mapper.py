@@ -49,7 +49,7 @@ class MapperConfig:
     features: "own", keys from keys and values from values (the paper's), or "both", each from both. exact_layers: the
     target's first layers, which it computes itself over the whole prompt (of the last one only the keys and values, so
     that 1 costs a projection of the embeddings); they are features for the other layers. latent: None, or the size of
-    the one latent through which all target layers are read (docs/maths.md, section 4); needs features="both".
+    the one latent through which all target layers are read (docs/maths.md, section 3); needs features="both".
     """
 
     k: int | str = 8

@@ -4,7 +4,7 @@
 
 A mapper with a shared latent is read off z = x E + e, whose features are uncorrelated and of variance 1, so that Adam
 on the decoders y = z D + b, in units of what each column of D predicts, needs no other preconditioning. The encoder
-stays as it is. docs/maths.md, section 4.
+stays as it is. docs/maths.md, section 3.
 
 (Not named polish.py: a module of that name would take the place of the function crosskv.polish.)
 """

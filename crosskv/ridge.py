@@ -39,7 +39,7 @@ def ridge(m: Moments, penalty: float) -> Affine:
 
 def reduced_rank(m: Moments, penalty: float, rank: int) -> Affine:
     """x E + e, the `rank` features from which a linear map comes closest to all of y: reduced-rank regression
-    (Izenman 1975), docs/maths.md, section 4. They are uncorrelated, of mean 0 and variance 1 up to the penalty.
+    (Izenman 1975), docs/maths.md, section 3. They are uncorrelated, of mean 0 and variance 1 up to the penalty.
 
     With A = xx + penalty I = C C', the error of x B is |C'B - C^-1 xy|^2 and a constant, so that the best B of rank r
     keeps the r leading left singular vectors U of C^-1 xy, and E = C'^-1 U.

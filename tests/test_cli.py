@@ -56,6 +56,35 @@ def test_handoff_continues_in_both_hosts(fitted, host, family_model):
     test_handoff_continues_in_both_hosts.said = said["text"]
 
 
+def test_fit_with_a_latent_polish_and_use(tmp_path):
+    """The whole way: joint features, layer 0 exact, a latent, polished, screened, handed over, from the command line."""
+    text = tmp_path / "text.txt"
+    text.write_text(family.text("calibration")[:120_000])
+    fit = ("fit", "family:S", "family:M", "--data", text, "-o", tmp_path / "a", "--k", "all", "--penalty", "0.001",
+           "--sequences", 32, "--length", 256, "--stride", 1)  # fmt: skip
+    done = crosskv(*fit, "--latent", 96)
+    assert done.returncode == 1 and "needs features='both'" in done.stderr
+    done = crosskv(*fit, "--features", "both", "--exact-layers", 1, "--latent", 96)
+    assert done.returncode == 0, done.stderr
+    polish = ("polish", tmp_path / "a", "--data", text, "-o", tmp_path / "b", "--steps", 25, "--length", 128,
+              "--window", 32, "--json")  # fmt: skip
+    done = crosskv(*polish)
+    assert done.returncode == 0, done.stderr
+    about = json.loads(done.stdout)["provenance"]["polish"]
+    assert about["held_out_kl"] < about["held_out_kl_before"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "text.txt"]  # no checkpoint is left
+    done = crosskv("inspect", tmp_path / "b")
+    assert "exact layers 1, latent 96" in done.stdout
+    done = crosskv("screen", tmp_path / "b", "--passages", 4, "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode in (0, 1) and found["layers"][0]["relative_keys"] == 0  # layer 0 is the target's own
+    assert found["layers"][1]["relative_keys"] > 0
+    done = crosskv(
+        "handoff", tmp_path / "b", "family:S", "family:M", "--prompt", "Once upon a time there was", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_holding_all_back_is_the_target_itself(fitted, family_model):
     """With everything held back but one sink, the handoff is the target's own prefill."""
     directory, _ = fitted

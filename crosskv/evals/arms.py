@@ -269,17 +269,18 @@ def score(
     hold_back: int = 1,
     sinks: int = 1,
     batch: int = 4,
+    names: Sequence[str] = ARMS,
 ) -> Scores:
     """All arms on `passages` [n, prefix + C] of token ids: first the prompt of `prefix` tokens, then the continuation.
 
-    Needs at least 2 passages, hold_back >= 1 and sinks >= 1 (without an exact first token there is no `none` to compare
-    with).
+    names: of the arms to score, "own" first and "none" among them. Needs at least 2 passages, hold_back >= 1 and
+    sinks >= 1 (without an exact first token there is no `none` to compare with).
     """
     if passages.ndim != 2 or len(passages) < 2 or passages.shape[1] <= prefix:
         raise BadInput(f"passages must be [n >= 2, more than {prefix}] token ids, got shape {passages.shape}")
     if sinks < 1 or hold_back < 1 or sinks + hold_back >= prefix:
         raise BadInput(f"sinks and hold_back must be >= 1, their sum under {prefix}; got {sinks} and {hold_back}")
-    arms = transfer_arms(mapper, source, target, hold_back=hold_back - 1, sinks=sinks)
+    arms = transfer_arms(mapper, source, target, hold_back=hold_back - 1, sinks=sinks, names=names)
     parts = [passages[i : i + batch] for i in range(0, len(passages), batch)]
     if len(parts[-1]) == 1 and len(parts) > 1:  # `wrong document` needs a second passage beside each
         parts[-2:] = [np.concatenate(parts[-2:])]
