@@ -13,6 +13,7 @@ veloxquant-mlx 0.94.15's method "xkv" (in the interpreter of --peer-python).
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import subprocess
@@ -61,6 +62,7 @@ def work_torch(arm: str, basis: str, new: int) -> dict[str, Any]:
         cache, planned = ours(model, arm, basis)
     b.logits(model, ids[:, :CHUNK])
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed is given back, or the run would hide in it
     before = b.memory(reset=True)
     for i in range(0, PROMPT, CHUNK):
         logits = b.logits(model, ids[:, i : i + CHUNK], cache)[:, -1:]

@@ -16,7 +16,6 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import pairwise
 from operator import add
 from pathlib import Path
 from typing import Any
@@ -28,23 +27,19 @@ from crosskv import backends
 from crosskv.backends import Array, Layers
 from crosskv.errors import BadArtifact, BadInput
 from crosskv.files import Tensors, write_directory, write_tensors
+from crosskv.judging import SINKS, WINDOWS, Example, Judge, split, starts
 from crosskv.live import check_vocab, measured, sequences
 from crosskv.mapper import Mapper, pack
 from crosskv.moments import moments
 from crosskv.ridge import Affine, r2_of_heads
 from crosskv.transfer import heads_of, latents_of, rows_of
 
-HOLD_OUT = 10
-"""One sequence in HOLD_OUT says when to stop, at most MOST_HELD of them."""
-MOST_HELD = 16
 CHECK_EVERY = 25
 """Steps between looks at the held-out sequences."""
 PATIENCE = 8
 """Looks without a better one after which it ends."""
 WARM_UP = 20
 DECAY = 0.9, 0.99
-WINDOWS, SINKS = 4, 1
-"""Continuations of a sequence that are scored in one step; first tokens that are the target's own."""
 
 Arrays = dict[str, Array]
 
@@ -85,18 +80,18 @@ def polish(
         raise BadInput(f"Too little text: {len(ids)} sequences of {length} tokens, at least 2 are needed.")
     for spec, word in ((mapper.source, "source"), (mapper.target, "target")):
         check_vocab(ids, spec, word)
-    work = _Work(mapper, source, target, length, window)
-    held, train = _split(len(ids))
-    judged = [work.example(ids[held[i : i + batch]], _starts(length, window)) for i in range(0, len(held), batch)]
+    work = _Work(mapper, Judge(source, target, length, window))
+    held, train = split(len(ids))
+    judged = work.judge.examples(ids[held], batch)
     directory = None if checkpoint is None else Path(checkpoint).expanduser().absolute()
     want = _fingerprint(mapper, ids, (steps, rate, batch, window, seed))
     first = work.held_kl(work.zero(), judged)
-    state = _resumed(directory, resume, want, work) or _State(0, work.zero(), *work.nothing(), work.zero(), first, 0)
+    state = _resumed(directory, resume, want, work) or work.start(first)
     with tqdm(total=steps, initial=state.step, desc="polishing", unit="step", disable=not progress) as bar:
         while state.step < steps and state.since < PATIENCE:
             rng = np.random.default_rng([seed, state.step])
             chosen = rng.choice(train, min(batch, len(train)), replace=False)
-            example = work.example(ids[np.sort(chosen)], _starts(length, window, rng))
+            example = work.judge.example(ids[np.sort(chosen)], starts(length, window, rng))
             state = work.stepped(state, example, rate * _schedule(state.step, steps))
             bar.update()
             if state.step % CHECK_EVERY == 0 or state.step == steps:
@@ -124,117 +119,78 @@ class _State:
     since: int
 
 
-@dataclass(frozen=True)
-class _Example:
-    """ids [B, T]; z [B, N, r], latents of the first N tokens; own: the target's cache of them; starts: where the
-    continuations begin; want: log probabilities there [B, W, vocab], with the target's own cache."""
-
-    ids: np.ndarray
-    z: Array
-    own: Layers
-    starts: tuple[int, ...]
-    want: tuple[Array, ...]
-
-
 class _Work:
-    """The pair, its latent decoders side by side, and the changes to them that are trained: weight [r, Q], bias [Q], in
+    """The decoders of a mapper side by side, and the changes to them that are trained: weight [r, Q], bias [Q], in
     units of what each output column predicts."""
 
-    def __init__(self, mapper: Mapper, source: Any, target: Any, length: int, window: int):
-        self.mapper, self.source, self.target, self.window = mapper, source, target, window
-        self.specs = measured(source).at(source, length), measured(target).at(target, length)
-        self.src, self.tgt = backends.of(source), backends.of(target)
+    def __init__(self, mapper: Mapper, judge: Judge):
+        self.mapper, self.judge, self.b = mapper, judge, judge.backend
         self.layers = sorted(mapper.layers)
-        like = self.tgt.weight(target)
+        like = self.b.weight(judge.target)
         maps = [mapper.weights(t)[kind].unpacked() for kind in (0, 1) for t in self.layers]
         weight, bias = np.concatenate([w for w, _ in maps], 1), np.concatenate([b for _, b in maps])
         spread = np.linalg.norm(weight, axis=0)  # the latents have variance 1
         put = [weight, bias, spread / len(weight) ** 0.5, spread]
-        self.weight, self.bias, self.unit, self.spread = (self.tgt.from_numpy(x, like, "float32") for x in put)
+        self.weight, self.bias, self.unit, self.spread = (self.b.from_numpy(x, like, "float32") for x in put)
 
     def zero(self) -> Arrays:
         return {"weight": self.weight * 0, "bias": self.bias * 0}
 
-    def nothing(self) -> tuple[Arrays, Arrays]:
-        return self.zero(), self.zero()
+    def start(self, kl: float) -> _State:
+        return _State(0, self.zero(), self.zero(), self.zero(), self.zero(), kl, 0)
 
-    def example(self, ids: np.ndarray, starts: tuple[int, ...]) -> _Example:
-        n = max(starts)
-        own, theirs = self.tgt.capture(self.target, ids[:, :n]), self.src.capture(self.source, ids[:, :n])
-        if self.src is not self.tgt:
-            theirs = {i: tuple(self.tgt.from_numpy(self.src.to_numpy(x)) for x in kv) for i, kv in theirs.items()}
-        z = latents_of(theirs, self.mapper, np.arange(n), *self.specs, own)
-        want = tuple(self._log_probs(own, ids, start) for start in starts)
-        return _Example(ids, self.tgt.cast(z, "float32"), own, starts, want)
+    def latents(self, e: Example) -> Array:
+        """[B, N, r] of the prefix."""
+        return self.b.cast(latents_of(e.theirs, self.mapper, e.positions, *self.judge.specs, e.own), "float32")
 
-    def stepped(self, s: _State, example: _Example, rate: float) -> _State:
+    def stepped(self, s: _State, e: Example, rate: float) -> _State:
         """One step of Adam (Kingma and Ba 2015)."""
-        _, grads = self.tgt.value_and_grad(lambda p: self.kl(p, example), s.params)
+        z, want = self.latents(e), self.judge.said(e.own, e)
+        _, grads = self.b.value_and_grad(lambda p: self.kl(p, e, z, want).mean(), s.params)
         a, b = DECAY
         mean = {k: a * s.mean[k] + (1 - a) * g for k, g in grads.items()}
         square = {k: b * s.square[k] + (1 - b) * g * g for k, g in grads.items()}
         t = s.step + 1
         params = {
-            k: p - rate * (mean[k] / (1 - a**t)) / (self.tgt.xp.sqrt(square[k] / (1 - b**t)) + 1e-12)
+            k: p - rate * (mean[k] / (1 - a**t)) / (self.b.xp.sqrt(square[k] / (1 - b**t)) + 1e-12)
             for k, p in s.params.items()
         }
         return replace(s, step=t, params=params, mean=mean, square=square)
 
-    def kl(self, params: Arrays, e: _Example) -> Array:
-        """Mean KL in nats of a token, over all continuations."""
-        mapped, total = self._mapped(params, e), 0.0
-        for start, want in zip(e.starts, e.want, strict=True):
-            got = self._log_probs(mapped, e.ids, start)
-            total = total + (self.tgt.xp.exp(want) * (want - got)).sum(-1).mean()
-        return total / len(e.starts)
+    def kl(self, params: Arrays, e: Example, z: Array, want: Sequence[Array]) -> Array:
+        """Mean KL [B] of every sequence, given its latents and what is said with the target's own cache."""
+        return self.judge.drift(want, self.judge.said(self.judge.joined(self._mapped(params, z), e), e))
 
-    def held_kl(self, params: Arrays, judged: Sequence[_Example]) -> float:
-        sizes = [len(e.ids) for e in judged]
-        found = [float(self.tgt.to_numpy(self.kl(params, e))) for e in judged]
-        return float(np.average(found, weights=sizes))
+    def held_kl(self, params: Arrays, judged: Sequence[Example]) -> float:
+        every = [self.kl(params, e, self.latents(e), self.judge.said(e.own, e)) for e in judged]
+        return float(np.concatenate([self.b.to_numpy(x) for x in every]).mean())
 
-    def _mapped(self, params: Arrays, e: _Example) -> Layers:
-        """The target's cache from the latents, exact layers and first tokens its own."""
-        y = e.z @ (self.weight + params["weight"] * self.unit) + (self.bias + params["bias"] * self.spread)
-        n, width = y.shape[1], self.specs[1].width
-        pairs = {
-            t: tuple(y[..., j * width : (j + 1) * width] for j in (i, i + len(self.layers)))
-            for i, t in enumerate(self.layers)
-        }
-        made = heads_of(pairs, self.specs[1], np.arange(n), self.mapper.config)
-        out = dict(e.own)
-        for t, kv in made.items():
-            cat, dtype = self.tgt.xp.concatenate, self.tgt.dtype_of(e.own[t][0])
-            out[t] = tuple(
-                cat([o[:, :, :SINKS], self.tgt.cast(x, dtype)[:, :, SINKS:]], 2)
-                for o, x in zip(e.own[t], kv, strict=True)
-            )
-        return out
-
-    def _log_probs(self, layers: Layers, ids: np.ndarray, start: int) -> Array:
-        b = self.tgt
-        cut = {i: (k[:, :, :start], v[:, :, :start]) for i, (k, v) in layers.items()}
-        logits = b.logits(self.target, ids[:, start : start + self.window], b.install(self.target, cut))
-        x = b.cast(logits, "float32")
-        x = x - b.amax(x, -1)
-        return x - b.xp.log(b.xp.exp(x).sum(-1)[..., None])
+    def _mapped(self, params: Arrays, z: Array) -> Layers:
+        """The mapped layers from the latents."""
+        y = z @ (self.weight + params["weight"] * self.unit) + (self.bias + params["bias"] * self.spread)
+        spec, pairs = self.judge.specs[1], {}
+        for i, t in enumerate(self.layers):
+            k, v = (y[..., j * spec.width : (j + 1) * spec.width] for j in (i, i + len(self.layers)))
+            pairs[t] = k, v
+        return heads_of(pairs, spec, np.arange(y.shape[1]), self.mapper.config)
 
     # ---- the end ----
 
-    def finished(self, s: _State, judged: Sequence[_Example], first: float, about: dict[str, Any]) -> Mapper:
+    def finished(self, s: _State, judged: Sequence[Example], first: float, about: dict[str, Any]) -> Mapper:
         """The mapper with the best decoders, rounded as they are stored; the old one when that is not better."""
-        made = self._stored(s.best, judged)
-        work = _Work(made, self.source, self.target, 1, self.window)
-        kl = work.held_kl(work.zero(), judged)
-        chosen = made if kl < first else self.mapper
-        about = about | {"held_out_kl_before": first, "held_out_kl": min(kl, first)}
-        return chosen.with_provenance({"polish": about})
+        before = after = float(self.judge.kl(self.mapper, judged).mean())
+        chosen = self.mapper
+        if s.best_kl < first:
+            made = self._stored(s.best, judged)
+            after = min(before, kl := float(self.judge.kl(made, judged).mean()))
+            chosen = made if kl < before else self.mapper
+        return chosen.with_provenance({"polish": about | {"held_out_kl_before": before, "held_out_kl": after}})
 
-    def _stored(self, params: Arrays, judged: Sequence[_Example]) -> Mapper:
+    def _stored(self, params: Arrays, judged: Sequence[Example]) -> Mapper:
         raw = self.weight + params["weight"] * self.unit, self.bias + params["bias"] * self.spread
-        weight, bias = (self.tgt.to_numpy(x).astype(np.float64) for x in raw)
+        weight, bias = (self.b.to_numpy(x).astype(np.float64) for x in raw)
         rows = reduce(add, (moments(*self._rows(e)) for e in judged))
-        spec, config = self.specs[1], self.mapper.config
+        spec, config = self.judge.specs[1], self.mapper.config
         r2 = r2_of_heads(rows, Affine(weight, bias), weight.shape[1] // spec.head_dim).reshape(2, len(self.layers), -1)
         layers, weights = {}, {}
         for i, t in enumerate(self.layers):
@@ -245,31 +201,14 @@ class _Work:
         old = self.mapper
         return Mapper(old.source, old.target, config, layers, weights, old.provenance, encoder=old.encoder)
 
-    def _rows(self, e: _Example) -> tuple[np.ndarray, np.ndarray]:
+    def _rows(self, e: Example) -> tuple[np.ndarray, np.ndarray]:
         """(latents, the target's own pre-RoPE keys and values) of an example, one row per token."""
-        n = e.z.shape[1]
-        own = rows_of(e.own, self.specs[1], np.arange(n), self.mapper.config)
-        pairs = [own[t] for t in self.layers]
-        y = np.concatenate([backends.of(x).to_numpy(x) for kind in (0, 1) for x in (pair[kind] for pair in pairs)], -1)
-        return tuple(x[:, SINKS:].reshape(-1, x.shape[-1]) for x in (self.tgt.to_numpy(e.z), y))  # type: ignore[return-value]
-
-
-# ---- which sequences, where, how fast ----
-
-
-def _split(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(held out, trained on): numbers of sequences."""
-    every = np.arange(count)
-    held = every[min(HOLD_OUT, count) // 2 :: HOLD_OUT][:MOST_HELD]
-    return held, np.setdiff1d(every, held)
-
-
-def _starts(length: int, window: int, rng: np.random.Generator | None = None) -> tuple[int, ...]:
-    """Where the continuations begin: one in every quarter of a sequence, at its end unless drawn."""
-    edges = np.linspace(1, length - window, WINDOWS + 1).astype(int)
-    if rng is None:
-        return tuple(edges[1:].tolist())
-    return tuple(int(rng.integers(a, b)) + 1 for a, b in pairwise(edges))
+        own = rows_of(e.own, self.judge.specs[1], e.positions, self.mapper.config)
+        parts = [backends.of(own[t][kind]).to_numpy(own[t][kind]) for kind in (0, 1) for t in self.layers]
+        x, y = (
+            a[:, SINKS:].reshape(-1, a.shape[-1]) for a in (self.b.to_numpy(self.latents(e)), np.concatenate(parts, -1))
+        )
+        return x, y
 
 
 def _schedule(step: int, steps: int) -> float:
@@ -322,7 +261,7 @@ def _resumed(directory: Path | None, resume: bool, fingerprint: str, work: _Work
         about = json.loads((directory / "polish.json").read_text())
         tensors = Tensors(directory / "polish.safetensors")
         found = [
-            {name: work.tgt.from_numpy(tensors[f"{which}.{name}"], work.weight) for name in ("weight", "bias")}
+            {name: work.b.from_numpy(tensors[f"{which}.{name}"], work.weight) for name in ("weight", "bias")}
             for which in STATES
         ]
         same, numbers = about["fingerprint"] == fingerprint, (about["step"], about["best_kl"], about["since"])

@@ -57,7 +57,7 @@ def test_handoff_continues_in_both_hosts(fitted, host, family_model):
 
 
 def test_fit_with_a_latent_polish_and_use(tmp_path):
-    """The whole way: joint features, layer 0 exact, a latent, polished, screened, handed over, from the command line."""
+    """The whole way by commands: joint features, layer 0 exact, a latent, polished, screened, handed over."""
     text = tmp_path / "text.txt"
     text.write_text(family.text("calibration")[:120_000])
     fit = ("fit", "family:S", "family:M", "--data", text, "-o", tmp_path / "a", "--k", "all", "--penalty", "0.001",

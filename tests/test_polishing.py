@@ -12,6 +12,7 @@ import crosskv
 from crosskv import backends, family, polishing
 from crosskv.errors import BadInput, IncompatibleModels
 from crosskv.evals import arms, run
+from crosskv.judging import Judge
 
 CONFIG = crosskv.MapperConfig(k="all", ridge_lambda=1e-3, n_calib_sequences=40, calib_seq_len=100, stride=1,
                               features="both", exact_layers=1, latent=24, dtype="float32")  # fmt: skip
@@ -30,25 +31,30 @@ def _fit(source: Any, target: Any, **changes: Any) -> Any:
 def test_gradients_equal_finite_differences(host: str) -> None:
     """Along random directions, at a point that is not the start."""
     source, target = small(host, layers=3), small(host, layers=4, seed=7)
-    work = polishing._Work(_fit(source, target), source, target, 40, 8)
+    judge = Judge(source, target, 40, 8)
+    work = polishing._Work(_fit(source, target), judge)
     b, rng = backends.of(target), np.random.default_rng(1)
-    example = work.example(np.array(TEXT[0][:80]).reshape(2, 40), (5, 20))
+    example = judge.example(np.array(TEXT[0][:80]).reshape(2, 40), (5, 20))
+    z, want = work.latents(example), judge.said(example.own, example)
+
+    def kl(p: Any) -> Any:
+        return work.kl(p, example, z, want).mean()
 
     def drawn() -> dict[str, Any]:
         return {k: b.from_numpy(rng.standard_normal(x.shape).astype(np.float32), x) for k, x in work.zero().items()}
 
     at = {k: 0.3 * x for k, x in drawn().items()}
-    value, grads = b.value_and_grad(lambda p: work.kl(p, example), at)
-    assert value == pytest.approx(float(b.to_numpy(work.kl(at, example))), rel=1e-5)
+    value, grads = b.value_and_grad(kl, at)
+    assert value == pytest.approx(float(b.to_numpy(kl(at))), rel=1e-5)
     assert value > 0.01  # there is something to differentiate
     for name in ("weight", "bias"):
         way = {k: x * (k == name) for k, x in drawn().items()}
         step = 0.02
         ends = [{k: at[k] + s * step * way[k] for k in at} for s in (1, -1)]
-        up, down = (float(b.to_numpy(work.kl(p, example))) for p in ends)
-        want = (up - down) / (2 * step)
+        up, down = (float(b.to_numpy(kl(p))) for p in ends)
+        slope = (up - down) / (2 * step)
         got = sum(float((b.to_numpy(grads[k]) * b.to_numpy(way[k])).sum()) for k in grads)
-        assert got == pytest.approx(want, rel=0.02, abs=1e-4)
+        assert got == pytest.approx(slope, rel=0.02, abs=1e-4)
 
 
 def test_both_hosts_take_the_same_steps() -> None:
