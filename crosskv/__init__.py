@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from crosskv.parking import park, resume
     from crosskv.planner import plan
     from crosskv.polishing import polish
+    from crosskv.search import fit_auto
     from crosskv.transfer import load_mapper as load
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Calibrated", "Handoff", "IntConfig", "KVCacheBuilder", "KVCacheConfig", "Mapper", "MapperConfig", "XKVConfig",
-    "__version__", "calibrate", "fit", "handoff", "load", "make_cache", "park", "plan", "polish", "resume",
+    "__version__", "calibrate", "fit", "fit_auto", "handoff", "load", "make_cache", "park", "plan", "polish", "resume",
 ]  # fmt: skip
 
 _WHERE = {
@@ -36,6 +37,7 @@ _WHERE = {
     "MapperConfig": ("mapper", "MapperConfig"),
     "calibrate": ("calibrated", "calibrate"),
     "fit": ("live", "fit"),
+    "fit_auto": ("search", "fit_auto"),
     "handoff": ("live", "handoff"),
     "load": ("transfer", "load_mapper"),
     "make_cache": ("compress", "make_cache"),

@@ -111,6 +111,9 @@ def fit(
         int, typer.Option(help="the target's first layers, computed by itself and features for the others")
     ] = 0,
     latent: Annotated[int | None, typer.Option(help="read all layers off one latent of this size")] = None,
+    auto: Annotated[bool, typer.Option("--auto", help="search k, penalty, features and latent by held-out KL")] = False,
+    max_bytes: Annotated[str | None, typer.Option(help="with --auto: of the weights, as 500k or 8M")] = None,
+    max_operations: Annotated[str | None, typer.Option(help="with --auto: multiply-adds of a token, as 4M")] = None,
     dtype: Annotated[str, typer.Option(help="of the stored weights: float16, bfloat16 or float32")] = "float16",
     resume: Annotated[bool, typer.Option(help="continue an interrupted fit of the same models and text")] = False,
     host: Host = "torch",
@@ -134,12 +137,19 @@ def fit(
         exact_layers=exact_layers,
         latent=latent,
     )
+    limits: dict[str, Any] = {"max_bytes": _amount(max_bytes), "max_operations": _amount(max_operations)}
+    if any(limits.values()) and not auto:
+        raise BadInput("--max-bytes and --max-operations limit what --auto may choose; add --auto.")
     texts = [_read(file) for file in data]
     (one, tokenizer), (other, theirs) = open_model(source, host), open_model(target, host)
     _same_tokenizer(tokenizer, theirs)
     started = time.perf_counter()
     checkpoint = directory.parent / f"{directory.name}.partial"
-    mapper = crosskv.fit(one, other, texts, tokenizer, config, checkpoint=checkpoint, resume=resume)
+    kept: dict[str, Any] = {"checkpoint": checkpoint, "resume": resume}
+    if auto:
+        mapper = crosskv.fit_auto(one, other, texts, tokenizer, config, **limits, **kept)
+    else:
+        mapper = crosskv.fit(one, other, texts, tokenizer, config, **kept)
     mapper.provenance["models"] = [source, target]
     path = mapper.save(directory)
     _remove(checkpoint)
@@ -147,7 +157,32 @@ def fit(
     if as_json:
         print(json.dumps({"path": str(path), "seconds": seconds, **_summary(mapper)}))
     else:
+        if auto:
+            out.print(_tried(mapper))
         out.print(f"{mapper.describe()}\nwritten to {path} in {seconds:.0f} s")
+
+
+def _amount(text: str | None) -> float | None:
+    """500k, 8M, 1.5G or a plain number."""
+    if text is None:
+        return None
+    units = {"k": 1e3, "m": 1e6, "g": 1e9}
+    number, unit = (text[:-1], units[text[-1].lower()]) if text[-1:].lower() in units else (text, 1.0)
+    try:
+        return float(number) * unit
+    except ValueError:
+        raise BadInput(f"Expected an amount like 500k, 8M or 1.5G; got {text!r}.") from None
+
+
+def _tried(mapper: Any) -> Any:
+    """What --auto tried, the smallest first."""
+    table = Table("features", "source layers", "latent", "weights", "held-out R2", "held-out KL", "")
+    for t in sorted(mapper.provenance["tried"], key=lambda t: t["weights"]):
+        table.add_row(
+            t["features"], str(t["k"]), str(t["latent"] or ""), f"{t['weights']:,}", f"{t['r2']:.3f}",
+            f"{t['kl']:.4f} ± {t['se']:.4f}", "chosen" if t["chosen"] else "",
+        )  # fmt: skip
+    return table
 
 
 @app.command()

@@ -259,6 +259,27 @@ def fit(
     MatchedKVError or IncompatibleModels for the models, BadInput for the text.
     """
     config = MapperConfig() if config is None else config
+    stats, about = read_moments(
+        source, target, texts, tokenizer, config,
+        batch_size=batch_size, checkpoint=checkpoint, resume=resume, progress=progress,
+    )  # fmt: skip
+    with tqdm(total=0, desc="solving", unit="layer", disable=not progress) as bar:
+        return solve(stats, measured(source), measured(target), config, about, _teller(bar))
+
+
+def read_moments(
+    source: Any,
+    target: Any,
+    texts: str | Iterable[str] | Iterable[Sequence[int]],
+    tokenizer: Any,
+    config: MapperConfig,
+    *,
+    batch_size: int,
+    checkpoint: str | Path | None,
+    resume: bool,
+    progress: bool,
+) -> tuple[Stats, dict[str, Any]]:
+    """What `fit` solves from: the moments of the pair, and what a mapper says of where it comes from."""
     length = config.calib_seq_len
     specs = measured(source).at(source, length), measured(target).at(target, length)
     check_pair(specs[0], specs[1], config)
@@ -290,9 +311,7 @@ def fit(
         "text_sha256": state.digest.hexdigest(),
         "tokenizer_sha256": tokenizer_hash(tokenizer),
     }
-    with tqdm(total=0, desc="solving", unit="layer", disable=not progress) as bar:
-        mapper = solve(state.stats.flush(), measured(source), measured(target), config, about, _teller(bar))
-    return mapper
+    return state.stats.flush(), about
 
 
 def _teller(bar: tqdm) -> Callable[[int, int], None]:

@@ -21,7 +21,7 @@ LAYERS = [
     {"select", "mapper", "transfer", "store", "metrics"},
     {"live", "latent"},
     {"calibrated", "judging"},
-    {"polishing"},
+    {"polishing", "search"},
     {"compress", "planner", "parking"},
     {"family", "evals"},
     {"cli"},
