@@ -5,9 +5,10 @@
 L of the family reads 2,048 tokens, 256 at a time, and writes 512 (MLX on the CPU: 32, its BLAS is slow). `peak` is how
 far memory rose above where it stood once the model had run a step: the process's resident memory in PyTorch, the
 allocator's own figure in MLX. `held` is what the cache's arrays take at the end, in MLX what the allocator says is
-still in use. Arms: the host's own cache; plain 4-bit integers; a calibrated basis planned for 8x (against 2 bytes an
-entry; the model is float32, so 16x against what it would hold); transformers' QuantizedCache("fp8");
-veloxquant-mlx 0.94.15's method "xkv" (in the interpreter of --peer-python).
+still in use; `most` is what the cache says it holds, at the worst moment of the last 32 steps (one cycle of folding),
+which is what `planned` promises. Arms: the host's own cache; plain 4-bit integers; a calibrated basis planned for 8x
+(against 2 bytes an entry; the model is float32, so 16x against what it would hold); transformers'
+QuantizedCache("fp8"); veloxquant-mlx 0.94.15's method "xkv" (in the interpreter of --peer-python).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-PROMPT, CHUNK, RATIO = 2048, 256, 8
+PROMPT, CHUNK, RATIO, BLOCK = 2048, 256, 8, 32
 ARMS = {
     "torch": ("own", "int4", "calibrated 8x", "QuantizedCache fp8"),
     "mlx": ("own", "int4", "calibrated 8x", "veloxquant-mlx xkv"),
@@ -29,8 +30,8 @@ ARMS = {
 NEW = {"torch": 512, "mlx": 32}
 
 
-def ours(model: Any, arm: str, basis: str) -> tuple[Any, int | None]:
-    """(cache, bytes planned) of one of crosskv's arms."""
+def ours(model: Any, arm: str, basis: str, tokens: int) -> tuple[Any, int | None]:
+    """(cache, bytes planned for so many tokens) of one of crosskv's arms."""
     import crosskv
     from crosskv.calibrated import Calibrated
 
@@ -38,7 +39,7 @@ def ours(model: Any, arm: str, basis: str) -> tuple[Any, int | None]:
         return crosskv.make_cache(model, crosskv.IntConfig(4, 4)), None
     from dataclasses import replace
 
-    found = crosskv.plan(model, RATIO, PROMPT + 512, Calibrated.load(basis))
+    found = crosskv.plan(model, RATIO, tokens, Calibrated.load(basis))
     chosen = next(p for p in found if isinstance(p.config, crosskv.XKVConfig))
     return crosskv.make_cache(model, replace(chosen.config, exact="float16")), chosen.bytes
 
@@ -59,16 +60,17 @@ def work_torch(arm: str, basis: str, new: int) -> dict[str, Any]:
     elif arm == "QuantizedCache fp8":
         cache = QuantizedCache("fp8", model.config)
     else:
-        cache, planned = ours(model, arm, basis)
+        cache, planned = ours(model, arm, basis, PROMPT + new)
     b.logits(model, ids[:, :CHUNK])
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what was freed is given back, or the run would hide in it
     before = b.memory(reset=True)
     for i in range(0, PROMPT, CHUNK):
         logits = b.logits(model, ids[:, i : i + CHUNK], cache)[:, -1:]
-    with torch.no_grad():
-        for _ in range(new):
-            logits = b.logits(model, logits.argmax(-1).numpy(), cache)
+    most = 0
+    for i in range(new):
+        logits = b.logits(model, logits.argmax(-1).numpy(), cache)
+        most = max(most, b.cache_bytes(cache)) if planned and i >= new - BLOCK else 0
     peak = b.memory() - before
     seen: dict[int, int] = {}
     for o in gc.get_objects():  # all tensors that live, but for the model's and the last logits
@@ -76,7 +78,7 @@ def work_torch(arm: str, basis: str, new: int) -> dict[str, Any]:
             seen[o.untyped_storage().data_ptr()] = o.untyped_storage().nbytes()
     weights = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
     held = b.cache_bytes(cache) if hasattr(cache, "nbytes") else sum(v for k, v in seen.items() if k not in weights)
-    return {"peak": peak, "held": held, "planned": planned, "tokens": PROMPT + new}
+    return {"peak": peak, "held": held, "most": most or None, "planned": planned, "tokens": PROMPT + new}
 
 
 def work_mlx(arm: str, basis: str, new: int) -> dict[str, Any]:
@@ -97,7 +99,7 @@ def work_mlx(arm: str, basis: str, new: int) -> dict[str, Any]:
 
         cache = KVCacheBuilder.for_model(model, KVCacheConfig(method="xkv", head_dim=64))
     else:
-        cache, planned = ours(model, arm, basis)
+        cache, planned = ours(model, arm, basis, PROMPT + new)
     mx.eval(model(ids[:, :CHUNK]))
     gc.collect()
     mx.clear_cache()
@@ -107,13 +109,16 @@ def work_mlx(arm: str, basis: str, new: int) -> dict[str, Any]:
     for i in range(0, PROMPT, CHUNK):
         logits = model(ids[:, i : i + CHUNK], cache=cache)[:, -1:]
         mx.eval(logits)
-    for _ in range(new):
+    most = 0
+    for i in range(new):
         logits = model(mx.argmax(logits, -1), cache=cache)[:, -1:]
         mx.eval(logits)
+        most = max(most, sum(c.nbytes for c in cache)) if planned and i >= new - BLOCK else 0
     peak = mx.get_peak_memory() - before
     del logits
     gc.collect()
-    out = {"peak": peak, "held": mx.get_active_memory() - before, "planned": planned, "tokens": PROMPT + new}
+    held = mx.get_active_memory() - before
+    out = {"peak": peak, "held": held, "most": most or None, "planned": planned, "tokens": PROMPT + new}
     if arm.startswith("veloxquant"):
         names = ("compressed_key_bytes", "shared_basis_bytes", "value_fp16_bytes")
         out["reported"] = sum(int(getattr(c, n, 0)) for c in cache for n in names)
@@ -150,7 +155,7 @@ def main() -> None:
             own.setdefault(host, got)
             print(f"{host} {arm}: {got}", flush=True)
             at = {"model": "L", "host": host, "dtype": "float32", "arm": arm, "tokens": got["tokens"]}
-            for name in ("peak", "held", "planned", "reported"):
+            for name in ("peak", "held", "most", "planned", "reported"):
                 if got.get(name) is not None:
                     base = {"name": "own", "value": own[host][name]} if name in own[host] and own[host][name] else None
                     found.append(rows.row("memory", at, name, got[name], "bytes", baseline=base))

@@ -305,6 +305,9 @@ def handoff(
     max_tokens: Annotated[int, typer.Option(help="to generate")] = 64,
     hold_back: Annotated[int, typer.Option(help="last tokens that the target reads itself")] = 1,
     sinks: Annotated[int, typer.Option(help="first tokens that the target computes itself")] = 1,
+    exact_layers: Annotated[
+        int | None, typer.Option(help="first layers that the target computes itself (default: what the mapper reads)")
+    ] = None,
     force: Annotated[bool, typer.Option(help="use a mapper that was fitted on other models")] = False,
     host: Host = "torch",
     as_json: Json = False,
@@ -323,7 +326,9 @@ def handoff(
     _same_tokenizer(tokenizer, theirs)
     ids = tokenizer.encode(text)
     started = time.perf_counter()
-    options: dict[str, Any] = {"hold_back": hold_back, "sinks": sinks, "force": force}
+    options: dict[str, Any] = {
+        "hold_back": hold_back, "sinks": sinks, "exact_layers": exact_layers, "force": force
+    }  # fmt: skip
     h = crosskv.handoff(opened, one, other, ids, **options)
     handed = time.perf_counter() - started
     new = backends.of(other).generate(other, theirs, ids, max_tokens, h.cache)

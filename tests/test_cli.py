@@ -85,15 +85,16 @@ def test_fit_with_a_latent_polish_and_use(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_holding_all_back_is_the_target_itself(fitted, family_model):
-    """With everything held back but one sink, the handoff is the target's own prefill."""
+@pytest.mark.parametrize("option", ["--hold-back", "--exact-layers"])
+def test_nothing_mapped_is_the_target_itself(fitted, family_model, option):
+    """With everything held back but one sink, or with all layers exact, the handoff is the target's own prefill."""
     directory, _ = fitted
     prompt = "The captain looked at the sea and said"
     model, tokenizer = family_model("M", "torch")
     ids = tokenizer.encode(prompt)
     done = crosskv(
-        "handoff", directory, "family:S", "family:M", "--prompt", prompt, "--hold-back", len(ids) - 1,
-        "--max-tokens", 12, "--json",
+        "handoff", directory, "family:S", "family:M", "--prompt", prompt, option,
+        len(ids) - 1 if option == "--hold-back" else 6, "--max-tokens", 12, "--json",
     )  # fmt: skip
     import torch
 
