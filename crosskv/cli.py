@@ -114,7 +114,7 @@ def fit(
     auto: Annotated[bool, typer.Option("--auto", help="search k, penalty, features and latent by held-out KL")] = False,
     max_bytes: Annotated[str | None, typer.Option(help="with --auto: of the weights, as 500k or 8M")] = None,
     max_operations: Annotated[str | None, typer.Option(help="with --auto: multiply-adds of a token, as 4M")] = None,
-    dtype: Annotated[str, typer.Option(help="of the stored weights: float16, bfloat16 or float32")] = "float16",
+    dtype: Annotated[str, typer.Option(help="of the stored weights: float16, bfloat16, float32 or int8")] = "float16",
     resume: Annotated[bool, typer.Option(help="continue an interrupted fit of the same models and text")] = False,
     host: Host = "torch",
     as_json: Json = False,

@@ -19,7 +19,15 @@ import numpy as np
 
 from crosskv.errors import BadArtifact, BadInput
 
-_NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "uint16": "BF16", "int64": "I64", "uint8": "U8"}
+_NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "uint16": "BF16",
+    "int64": "I64",
+    "int8": "I8",
+    "uint8": "U8",
+}
 _DTYPES = {v: np.dtype(k) for k, v in _NAMES.items()}
 
 

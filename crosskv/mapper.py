@@ -31,7 +31,7 @@ KINDS = ("keys", "values")
 PARTS = ("weight", "scale", "bias")
 LATENT = "latent"
 """The encoder's name among the tensors."""
-DTYPES = ("float16", "bfloat16", "float32", "float64")
+DTYPES = ("float16", "bfloat16", "float32", "float64", "int8")
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class MapperConfig:
     ridge penalty, relative to the mean feature variance, or "auto" (the best held-out R2, per layer and kind; with a
     latent per layer and kind of its decoders). n_calib_sequences, calib_seq_len: how much text crosskv.fit reads.
     stride: every how many-th token becomes a row. content_space: map pre-RoPE keys. dtype: of the stored weights:
-    float16, bfloat16, float32 (or float64). selection: "topk" (the paper's) or "greedy". skip: first tokens of a
-    sequence that are no rows: attention sinks do not follow the rest, and a handoff lets the target compute them
-    itself.
+    float16, bfloat16, float32 (or float64), int8 (a step per feature). selection: "topk" (the paper's) or "greedy".
+    skip: first tokens of a sequence that are no rows: attention sinks do not follow the rest, and a handoff lets the
+    target compute them itself.
 
     features: "own", keys from keys and values from values (the paper's), or "both", each from both. exact_layers: the
     target's first layers, which it computes itself over the whole prompt (of the last one only the keys and values, so
@@ -97,8 +97,9 @@ def _is_int(x: Any) -> bool:
 class Packed:
     """An affine map as it is stored: y = (x * scale) weight + bias.
 
-    scale holds powers of two, one per feature, that bring each row of weights near 1, so that no scale of the features
-    overflows or underflows float16. The bias was computed from the rounded weights: the map is exact at the mean.
+    scale brings each feature's row of weights near 1 (a power of two), so that no scale of the features overflows or
+    underflows float16, or to at most 127 (int8). The bias was computed from the rounded weights: the map is exact at
+    the mean.
     """
 
     weight: Shaped[np.ndarray, "P Q"]
@@ -118,8 +119,13 @@ class Packed:
 def pack(a: Affine, mean_x: np.ndarray, dtype: str) -> Packed:
     """Round `a` to `dtype`, keeping its value at mean_x."""
     largest = np.abs(a.weight).max(1)
-    scale = np.exp2(np.round(np.log2(np.where(largest > 0, largest, 1.0))))
-    weight = host.cast(a.weight / scale[:, None], dtype)
+    largest = np.where(largest > 0, largest, 1.0)
+    if dtype == "int8":
+        scale = largest / 127
+        weight = np.rint(a.weight / scale[:, None]).astype(np.int8)
+    else:
+        scale = np.exp2(np.round(np.log2(largest)))
+        weight = host.cast(a.weight / scale[:, None], dtype)
     rounded = host.to_numpy(weight).astype(np.float64) * scale[:, None]
     bias = a.bias + mean_x @ (a.weight - rounded)
     wide = np.float64 if dtype == "float64" else np.float32

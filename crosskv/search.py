@@ -27,6 +27,8 @@ LATENTS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 WINDOW = 64
 """Tokens of a continuation that is judged, at most a quarter of a sequence."""
 BATCH = 4
+ITEM = {"int8": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+"""Bytes of a weight."""
 
 
 def fit_auto(
@@ -108,7 +110,7 @@ def _fits(
     c: MapperConfig, source: ModelKVSpec, target: ModelKVSpec, max_bytes: float | None, max_operations: float | None
 ) -> bool:
     n = _operations(c, source, target)
-    size = n * int(c.dtype.removeprefix("b").removeprefix("float")) // 8
+    size = n * ITEM[c.dtype]
     return (max_bytes is None or size <= max_bytes) and (max_operations is None or n <= max_operations)
 
 

@@ -30,7 +30,7 @@ def _fit(p: Planted, name: str = "numpy", dtype: str = "float16") -> Mapper:
     return fit_mapper(to(p.source, name, "float32"), to(p.target, name, "float32"), p.s, p.t, config=config)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int8"])
 @pytest.mark.parametrize("wrote", array_backends())
 def test_every_framework_reads_what_another_wrote(planted: Planted, wrote: str, dtype: str, tmp_path: Path) -> None:
     mapper = _fit(planted, wrote, dtype)

@@ -241,12 +241,12 @@ def test_no_layer_left_to_map_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", array_backends())
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int8"])
 def test_stored_weights_round_and_no_more(name: str, dtype: str) -> None:
     p = Planted()
     config = MapperConfig(k=2, ridge_lambda=0, stride=1, dtype=dtype)
     mapper = fit_mapper(to(p.source, name, "float32"), to(p.target, name, "float32"), p.s, p.t, config=config)
-    eps = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}[dtype]
+    eps = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "int8": 1 / 254}[dtype]
     assert error(transfer_cache(to(p.source, name, "float32"), mapper), p.target) <= max(8 * eps, 64 * 2**-24)
 
 
