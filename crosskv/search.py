@@ -50,8 +50,9 @@ def fit_auto(
 
     config: how much text is read, the stored dtype and so on; k, penalty, features, exact_layers and latent are what
     is searched (layer 0 of the target is always its own: it costs a projection of the embeddings). max_bytes: of the
-    stored weights; max_operations: multiply-adds of a mapped token. `provenance["tried"]` lists every candidate with
-    bytes, operations, R2 and KL. Raises BadInput when no candidate fits, and what crosskv.fit raises.
+    stored weights; max_operations: multiply-adds of a mapped token. Candidates with more features than there are rows
+    are left out. `provenance["tried"]` lists the others with their weights, R2 and KL. Raises BadInput when none is
+    left, and what crosskv.fit raises.
     """
     base = replace(
         config or MapperConfig(), k="all", ridge_lambda="auto", selection="topk", features="both", exact_layers=1,
@@ -67,7 +68,11 @@ def fit_auto(
     judged = judge.examples(whole[split(len(whole))[0]], BATCH)
     specs = measured(source), measured(target)
     tried: list[tuple[Mapper, np.ndarray]] = []
-    fitting = [c for c in _candidates(*specs, base) if _fits(c, *specs, max_bytes, max_operations)]
+    rows = stats.train[0].count if stats.train and stats.held else 0
+    known = [c for c in _candidates(*specs, base) if _sizes(c, *specs)[0] < rows]
+    if not known:
+        raise BadInput(f"Too few rows: {rows} to fit on. Give more text, or lower stride.")
+    fitting = [c for c in known if _fits(c, *specs, max_bytes, max_operations)]
     penalty: float | None = None  # the same for latents of all sizes
     for options in tqdm(fitting, desc="trying", unit="mapper", disable=not progress):
         if options.latent:
@@ -76,7 +81,7 @@ def fit_auto(
         mapper = solve(_part(stats, options), *specs, options, about)
         tried.append((mapper, judge.kl(mapper, judged)))
     if not tried:
-        least = min(_operations(c, *specs) for c in _candidates(*specs, base))
+        least = min(_operations(c, *specs) for c in known)
         raise BadInput(
             f"No mapper fits max_bytes={max_bytes} and max_operations={max_operations}: the smallest tried has "
             f"{least:,} weights. Raise them."
@@ -98,11 +103,16 @@ def _candidates(source: ModelKVSpec, target: ModelKVSpec, base: MapperConfig) ->
             yield c
 
 
-def _operations(c: MapperConfig, source: ModelKVSpec, target: ModelKVSpec) -> int:
-    """Multiply-adds of a mapped token: the weights that are not biases."""
+def _sizes(c: MapperConfig, source: ModelKVSpec, target: ModelKVSpec) -> tuple[int, int]:
+    """(features of one regression, outputs of all)."""
     k = source.n_layers if c.k == "all" else int(c.k)
     x = (k * source.width + c.exact_layers * target.width) * (2 if c.features == "both" else 1)
-    y = 2 * (target.n_layers - c.exact_layers) * target.width
+    return x, 2 * (target.n_layers - c.exact_layers) * target.width
+
+
+def _operations(c: MapperConfig, source: ModelKVSpec, target: ModelKVSpec) -> int:
+    """Multiply-adds of a mapped token: the weights that are not biases."""
+    x, y = _sizes(c, source, target)
     return c.latent * (x + y) if c.latent else x * y
 
 

@@ -55,6 +55,15 @@ def test_budgets_are_kept_and_the_impossible_is_named() -> None:
         _auto(source, target, max_bytes=10)
 
 
+def test_with_little_text_only_small_maps_are_tried() -> None:
+    source, target = small("torch", layers=3), small("torch", layers=4, seed=7)
+    few = crosskv.fit_auto(source, target, [TEXT[0][: 4 * 64]], config=CONFIG, progress=False)  # 189 rows
+    tried = [(t["features"], t["k"]) for t in few.provenance["tried"]]
+    assert sorted(tried) == [("both", 1), ("own", 1), ("own", 2), ("own", 3)]
+    with pytest.raises(BadInput, match="Too few rows: 0"):
+        crosskv.fit_auto(source, target, [TEXT[0][:64]], config=CONFIG, progress=False)
+
+
 def test_the_smallest_within_one_standard_error_is_chosen() -> None:
     class Fake:
         def __init__(self, n: int):
