@@ -481,7 +481,7 @@ def test_wrong_positions(planted: Planted, positions: np.ndarray, match: str) ->
     [
         ("k", 0), ("k", -2), ("k", "some"), ("k", True), ("ridge_lambda", -1.0), ("ridge_lambda", float("nan")),
         ("ridge_lambda", "best"), ("stride", 0), ("n_calib_sequences", 1), ("calib_seq_len", 1), ("skip", -1),
-        ("dtype", "int8"), ("dtype", "fp16"), ("selection", "random"),
+        ("dtype", "int3"), ("dtype", "fp16"), ("selection", "random"),
     ],
 )  # fmt: skip
 def test_wrong_options_fail_at_once(field: str, value: Any) -> None:
